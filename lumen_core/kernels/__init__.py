@@ -1,0 +1,1 @@
+"""Kernel implementations and the registry that chooses among them."""
