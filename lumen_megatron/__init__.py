@@ -1,0 +1,1 @@
+"""Megatron-Core adapter. Reserved name: nothing is exported yet."""
