@@ -65,9 +65,7 @@ def encode(x: torch.Tensor, fmt: ElementFormat, noise: torch.Tensor | None = Non
     if not fmt.packed:
         return x.to(fmt.dtype)
     magnitude = x.abs()
-    code = torch.where(
-        magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude * 0.5 + 4)
-    )
+    code = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude * 0.5 + 4))
     code = torch.nan_to_num(code, nan=0.0).to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
     return pack_fp4(code)
 
@@ -84,9 +82,7 @@ def decode(codes: torch.Tensor, fmt: ElementFormat, columns: int | None = None) 
         return codes.to(torch.float32)
     code = unpack_fp4(codes, columns)
     magnitude = (code & 7).to(torch.float32)
-    value = torch.where(
-        magnitude < 4, magnitude * 0.5, torch.where(magnitude < 6, magnitude - 2, magnitude * 2 - 8)
-    )
+    value = torch.where(magnitude < 4, magnitude * 0.5, torch.where(magnitude < 6, magnitude - 2, magnitude * 2 - 8))
     return torch.where(code > 7, -value, value)
 
 
@@ -109,9 +105,7 @@ def unpack_fp4(packed: torch.Tensor, columns: int | None = None) -> torch.Tensor
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
-def scale_from_amax(
-    amax: torch.Tensor, fmt: ElementFormat, margin: int = 0, pow2: bool = False
-) -> torch.Tensor:
+def scale_from_amax(amax: torch.Tensor, fmt: ElementFormat, margin: int = 0, pow2: bool = False) -> torch.Tensor:
     """fp32 scale `amax / fmt.max * 2**margin`, never so small that it or its reciprocal leaves the normal range.
 
     Args:
@@ -134,9 +128,9 @@ def e8m0_from_amax(amax: torch.Tensor, fmt: ElementFormat, rounding: str = "ceil
     """E8M0 byte (uint8) of each amax; OCP MX v1.0 section 6.3 with a choice of rounding.
 
     `ceil` is `2**ceil(log2(amax / fmt.max))`: nothing saturates (arXiv 2506.08027 trains with it). `floor` is the
-    specification's `2**(floor(log2(amax)) - emax)`: values above `fmt.max` times the scale saturate. `even` first rounds
-    amax to the element's mantissa bits, then floors. The exponent is read from the fp32 bits: a `log2` just below a
-    power of two rounds up. A NaN gives 255, a zero block 0.
+    specification's `2**(floor(log2(amax)) - emax)`: values above `fmt.max` times the scale saturate. `even` rounds
+    amax to the element's mantissa bits first, then floors. The exponent is read from the fp32 bits: a `log2` just
+    below a power of two rounds up. A NaN gives 255, a zero block 0.
 
     Raises:
         ValueError: unknown rounding.
@@ -258,8 +252,8 @@ def convert_flavour(
 ) -> tuple[torch.Tensor, torch.Tensor, ElementFormat]:
     """Re-read FP8 codes in the other flavour without changing a decoded value.
 
-    To FNUZ: the same bits mean half as much there (its exponent bias is one larger), so the scale doubles; 0x80, which is
-    -0 in OCP, would be NaN and becomes 0x00. To OCP: codes are cast value by value at the same scale.
+    To FNUZ: the same bits mean half as much there (its exponent bias is one larger), so the scale doubles; 0x80, -0 in
+    OCP, would be NaN and becomes 0x00. To OCP: codes are cast value by value at the same scale.
 
     Args:
         codes: FP8 codes in `fmt`.

@@ -1,8 +1,8 @@
 """Randomised Hadamard transform along the contraction axis.
 
-Both operands of a GEMM multiplied by the same orthonormal matrix leave the product unchanged, while an outlier is spread
-over its block, which a 4-bit format needs. Used on the operands of wgrad with MXFP4, after "Training LLMs with MXFP4"
-(arXiv 2502.20586), whose blocks are those of the MX scales: 32.
+Both operands of a GEMM multiplied by the same orthonormal matrix leave the product unchanged, while an outlier is
+spread over its block, which a 4-bit format needs. Used on the operands of wgrad with MXFP4, after "Training LLMs with
+MXFP4" (arXiv 2502.20586); blocks are those of the MX scales, 32.
 """
 
 from __future__ import annotations

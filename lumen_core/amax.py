@@ -1,0 +1,141 @@
+"""Delayed scaling: the amax history of one layer, and the counter its stochastic rounding draws from.
+
+The scale of a step comes from the amax of earlier steps, so a cast need not read its tensor twice. Each tensor role
+(input, weight, gradient) gets one history entry a training step:
+
+* the micro-batches of a step take their maximum, which makes a recomputed forward a no-op;
+* evaluation and passes without gradients record nothing;
+* with no history yet (first step, after `reset`, after zeros) the tensor's own amax is used;
+* a step ends when an optimizer that holds the model's parameters has stepped, when the host says so, or, with neither,
+  when the weight is seen to have been written to.
+
+Everything is a device tensor and a step never waits for the host. The tensors are no buffers: they must not enter
+`state_dict`, follow `model.to(torch.bfloat16)`, or be broadcast by DDP. `quantize.state_dict` saves them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+INPUT, WEIGHT, GRADIENT = 0, 1, 2
+ROLES = ("input", "weight", "gradient")
+
+# `current` holds this where no pass of the running step has seen the tensor.
+_NOT_SEEN = -1.0
+
+
+class ScalingState:
+    """Mutable scaling state of one quantized layer.
+
+    Attributes:
+        history: fp32 `[history_len, 3]`, newest entry last, 0 where there is none yet; columns are `ROLES`.
+        current: fp32 `[3]`, largest amax seen in the running step.
+        in_use: fp32 `[3]`, the amax that scales are taken from during this step; 0 means the tensor's own.
+        counter: int64 0-dim, gradient casts so far: the key of stochastic rounding.
+        base_key: integer that separates layers and ranks.
+    """
+
+    def __init__(self, history_len: int, device: torch.device | str, base_key: int = 0) -> None:
+        self.base_key = base_key
+        self.history = torch.zeros(history_len, len(ROLES), device=device)
+        self.current = torch.full((len(ROLES),), _NOT_SEEN, device=device)
+        self.in_use = torch.zeros(len(ROLES), device=device)
+        self.counter = torch.zeros((), dtype=torch.int64, device=device)
+        self._weight_version: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lives; it follows the layer's weight."""
+        return self.history.device
+
+    def to(self, device: torch.device) -> None:
+        """Move to `device`. From the meta device the state starts afresh: there are no values to move."""
+        if self.device == device:
+            return
+        if self.device.type == "meta":
+            self.__init__(self.history.shape[0], device, self.base_key)
+            return
+        for name in ("history", "current", "in_use", "counter"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def amax(self, role: int, x: torch.Tensor, record: bool) -> torch.Tensor:
+        """The amax to scale `x` by, 0-dim fp32; with `record` this step's maximum takes x's own in.
+
+        Args:
+            role: `INPUT`, `WEIGHT` or `GRADIENT`.
+            x: a tensor with at least one element.
+        """
+        own = x.abs().amax().to(torch.float32)
+        if record:
+            slot = self.current[role]
+            slot.copy_(torch.maximum(slot, own))
+        in_use = self.in_use[role]
+        return torch.where(in_use > 0, in_use, own)
+
+    def notice_update(self, weight_version: int, algo: str) -> None:
+        """End this layer's step if its weight was written since the last pass (a hand-written update).
+
+        After `end_step` the next version seen is taken as it is: the optimizer's own write must not end a second step.
+        """
+        if self._weight_version not in (None, weight_version):
+            end_step([self], algo)
+        self._weight_version = weight_version
+
+    def next_key(self) -> torch.Tensor:
+        """A fresh 0-dim int64 key for one gradient's stochastic rounding."""
+        key = self.counter + self.base_key
+        self.counter.add_(1)
+        return key
+
+    def refresh(self, algo: str) -> None:
+        """Choose `in_use` again after the history was written from outside."""
+        self.in_use.copy_(_chosen(self.history, algo))
+
+    def reset(self, role: int | None = None) -> None:
+        """Forget history, so that the next pass scales by current values; only one role where given."""
+        columns = slice(None) if role is None else slice(role, role + 1)
+        self.history[:, columns] = 0
+        self.current[columns] = _NOT_SEEN
+        self.in_use[columns] = 0
+
+
+def end_step(
+    states: list[ScalingState],
+    algo: str,
+    *,
+    reduce: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> None:
+    """Close a training step for a whole model: push one entry a role, choose the next step's amax.
+
+    A role that nobody ran, or whose amax is not finite, keeps its history. Calling it twice changes nothing.
+
+    Args:
+        states: one a layer, in the same order on every rank, all of one history length.
+        algo: `max` of the history or its `most_recent` entry.
+        reduce: take the maximum over `group` (default: all ranks) first, in one all-reduce for the whole model; every
+            rank must then call, whichever layers it ran.
+    """
+    if not states or states[0].device.type == "meta":
+        return
+    with torch.no_grad():
+        current = torch.stack([s.current for s in states])
+        if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
+            # With NaN a maximum depends on the order of ranks in some backends; infinity does not, and is dropped below.
+            current = torch.nan_to_num(current, nan=float("inf"), posinf=float("inf"))
+            torch.distributed.all_reduce(current, op=torch.distributed.ReduceOp.MAX, group=group)
+        history = torch.stack([s.history for s in states])
+        valid = torch.isfinite(current) & (current >= 0)
+        pushed = torch.cat([history[:, 1:], current[:, None]], dim=1)
+        history = torch.where(valid[:, None], pushed, history)
+        in_use = _chosen(history, algo)
+        torch._foreach_copy_([s.history for s in states], list(history.unbind()))
+        torch._foreach_copy_([s.in_use for s in states], list(in_use.unbind()))
+        for state in states:
+            state.current.fill_(_NOT_SEEN)
+            state._weight_version = None
+
+
+def _chosen(history: torch.Tensor, algo: str) -> torch.Tensor:
+    """`[..., history_len, 3] -> [..., 3]`: the amax that the next step scales by."""
+    return history.amax(dim=-2) if algo == "max" else history[..., -1, :]

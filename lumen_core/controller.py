@@ -1,0 +1,122 @@
+"""What `enable` leaves on a model: its layers' scaling states, and the rule that says when a training step ends."""
+
+from __future__ import annotations
+
+import os
+import weakref
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lumen_core.amax import ScalingState, end_step
+from lumen_core.config import QuantConfig
+from lumen_core.experts import QuantExperts
+from lumen_core.linear import QuantLinear
+
+_ATTRIBUTE = "_lumen"
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_live: weakref.WeakSet[Controller] = weakref.WeakSet()
+_hook_handle: object | None = None
+
+
+class Controller:
+    """Owns the scaling of one enabled model.
+
+    It lives in the model's `__dict__` and refers to the model, so that a deep copy or an unpickled model gets one of its
+    own, with histories of its own.
+
+    Attributes:
+        model: the module given to `enable`.
+        config: the recipe in force.
+        skipped: `(name, weight shape, reason)` of linear weights that were left as they are.
+        amax_group: process group of the amax maximum where `reduce_amax` is set; None means all ranks.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: QuantConfig,
+        skipped: list[tuple[str, tuple[int, ...], str]],
+        amax_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.skipped = skipped
+        self.amax_group = amax_group
+        self._register()
+
+    def attach(self) -> None:
+        """Put the controller on its model."""
+        self.model.__dict__[_ATTRIBUTE] = self
+
+    def detach(self) -> None:
+        """Take it off again."""
+        _live.discard(self)
+        del self.model.__dict__[_ATTRIBUTE]
+
+    def __getstate__(self) -> dict:
+        # A process group can neither be copied nor pickled.
+        return {**self.__dict__, "amax_group": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._register()
+
+    def _register(self) -> None:
+        _live.add(self)
+        if self.config.scaling == "delayed":
+            _install_hook()
+
+    def states(self) -> Iterator[tuple[str, ScalingState]]:
+        """`(name, state)` of every quantized module, in module order; names are those of the original model."""
+        return named_states(self.model)
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True where `optimizer` holds a parameter of the model."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in stepped for p in self.model.parameters())
+
+    def end_step(self) -> None:
+        """Close the training step: see `amax.end_step`."""
+        if self.config.scaling == "delayed":
+            states = [state for _, state in self.states()]
+            end_step(states, self.config.amax_algo, reduce=self.config.reduce_amax, group=self.amax_group)
+
+
+def named_states(model: torch.nn.Module) -> Iterator[tuple[str, ScalingState]]:
+    """`(name, state)` of every quantized module below `model`, without the prefixes that wrappers add."""
+    for name, module in model.named_modules():
+        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        if isinstance(module, QuantLinear):
+            yield name, module.quant_state
+        elif isinstance(module, QuantExperts):
+            for projection, state in module.quant_states.items():
+                yield f"{name}.{projection}" if name else projection, state
+
+
+def controllers(model: torch.nn.Module) -> list[Controller]:
+    """Controllers at or below `model`."""
+    return [m.__dict__[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in m.__dict__]
+
+
+def base_key(name: str, seed: int) -> int:
+    """Key of a module's stochastic rounding: differs by module, seed and data-parallel rank; 32 low bits are free."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+    else:
+        rank = int(os.environ.get("RANK", "0"))
+    return (zlib.crc32(f"{seed}/{rank}/{name}".encode()) & 0xFFFFFF) << 32
+
+
+def _install_hook() -> None:
+    global _hook_handle
+    if _hook_handle is None:
+        _hook_handle = register_optimizer_step_post_hook(_after_optimizer_step)
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    for controller in list(_live):
+        if controller.config.scaling == "delayed" and controller.owns(optimizer):
+            controller.end_step()

@@ -1,0 +1,24 @@
+"""What a kernel must know of a product to say whether it can run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lumen_core.formats import ElementFormat
+
+
+@dataclass(frozen=True)
+class GemmQuery:
+    """`[m, k] x [n, k] -> [m, n]` with the formats and blocks of both operands; `m` may be None where it varies."""
+
+    device_type: str
+    a_fmt: ElementFormat
+    a_block: tuple[int, int]
+    b_fmt: ElementFormat
+    b_block: tuple[int, int]
+    m: int | None
+    n: int
+    k: int
+    out_dtype: torch.dtype

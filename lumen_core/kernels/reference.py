@@ -1,0 +1,48 @@
+"""GEMMs that run on any device: the numbers every faster kernel is compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK, decode
+from lumen_core.tensor import QuantizedTensor
+
+
+def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """`a @ b.T` in fp32 arithmetic: `[M, C] x [N, C] -> [M, N]`.
+
+    Scales that are constant along the contraction leave the sum, as they do in hardware: then the product of codes is
+    taken first and scaled after.
+    """
+    if _scale_leaves_sum(a) and _scale_leaves_sum(b):
+        product = decode(a.data, a.fmt, a.shape[1]) @ decode(b.data, b.fmt, b.shape[1]).t()
+        scale = a.scale * (b.scale if b.block == TENSOR_BLOCK else b.scale.t())
+        return (product * scale).to(out_dtype)
+    return (a.dequantize() @ b.dequantize().t()).to(out_dtype)
+
+
+def gemm_dequantize_bf16(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """The same on bf16 matrix units with fp32 accumulation, for GPUs without the scaled instruction.
+
+    Exact in its operands where scales are powers of two (8 bits of code and scale fit bf16); an fp32 scale is rounded
+    together with its code to 8 bits, 30 dB below the quantization itself.
+    """
+    return matmul_bf16(a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16), out_dtype)
+
+
+def matmul_bf16(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """`a @ b.T` with operands rounded to bf16 (fp16 operands stay fp16) and an fp32 sum.
+
+    On a CPU, where bf16 products are slow, the rounded operands are multiplied in fp32: the same products.
+    """
+    dtype = torch.float16 if a.dtype == b.dtype == torch.float16 else torch.bfloat16
+    a, b = a.to(dtype), b.to(dtype)
+    if a.device.type == "cpu":
+        return (a.float() @ b.float().t()).to(out_dtype)
+    if out_dtype == torch.float32:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return (a @ b.t()).to(out_dtype)
+
+
+def _scale_leaves_sum(x: QuantizedTensor) -> bool:
+    return x.block in (TENSOR_BLOCK, ROW_BLOCK)

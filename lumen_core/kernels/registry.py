@@ -1,0 +1,152 @@
+"""Which implementation runs an operation here, in which order they are tried, and why one was passed over.
+
+Each candidate has a predicate on the operands. The reference is last and takes everything, so an odd shape is slower,
+never an error. The choice is made per call from shapes and formats, never locked by name. An exception inside a kernel
+is an error, not a silent fall to the next candidate.
+
+`LUMEN_KERNELS="gemm=reference"` forces one for an operation (it must still be able to run the operands).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lumen_core.formats import element_format, resolve_flavour
+from lumen_core.kernels import reference, scaled_mm
+from lumen_core.kernels.query import GemmQuery
+from lumen_core.tensor import QuantizedTensor
+
+ENVIRONMENT = "LUMEN_KERNELS"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of an operation.
+
+    Attributes:
+        name: as `LUMEN_KERNELS` spells it.
+        unsupported: gives the reason why a query cannot run, or None.
+    """
+
+    name: str
+    unsupported: Callable[[GemmQuery], str | None]
+
+
+def _needs_gpu(query: GemmQuery) -> str | None:
+    return "a CPU multiplies faster in fp32" if query.device_type == "cpu" else None
+
+
+def _always(query: GemmQuery) -> str | None:
+    return None
+
+
+_CANDIDATES: dict[str, tuple[Candidate, ...]] = {
+    "gemm": (
+        Candidate("scaled_mm", scaled_mm.unsupported),
+        Candidate("dequantize_bf16", _needs_gpu),
+        Candidate("reference", _always),
+    )
+}
+
+
+@torch.compiler.assume_constant_result
+def _forced(op: str) -> str | None:
+    return parse_override(os.environ.get(ENVIRONMENT, "")).get(op)
+
+
+def parse_override(text: str) -> dict[str, str]:
+    """Parse `op=name,op=name`.
+
+    Raises:
+        ValueError: naming the part that is no known operation or implementation, and what is.
+    """
+    forced = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        op, _, name = (p.strip() for p in part.partition("="))
+        if op not in _CANDIDATES:
+            raise ValueError(f"{ENVIRONMENT}: unknown operation {op!r} in {part!r}; known: {', '.join(_CANDIDATES)}")
+        names = [c.name for c in _CANDIDATES[op]]
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{ENVIRONMENT}: {op} has no implementation {name!r}{hint}; it has {', '.join(names)}")
+        forced[op] = name
+    return forced
+
+
+def explain(op: str, query: GemmQuery) -> list[tuple[str, str | None]]:
+    """Every candidate in order with the reason why it is passed over; the first with None runs."""
+    forced = _forced(op)
+    out = []
+    for candidate in _CANDIDATES[op]:
+        reason = candidate.unsupported(query)
+        if reason is None and forced not in (None, candidate.name):
+            reason = f"{ENVIRONMENT} names {forced}"
+        out.append((candidate.name, reason))
+    return out
+
+
+def choose(op: str, query: GemmQuery) -> str:
+    """Name of the implementation that runs `query`.
+
+    Raises:
+        ValueError: the one that `LUMEN_KERNELS` names cannot.
+    """
+    forced = _forced(op)
+    for candidate in _CANDIDATES[op]:
+        if forced not in (None, candidate.name):
+            continue
+        reason = candidate.unsupported(query)
+        if reason is None:
+            return candidate.name
+        if forced is not None:
+            raise ValueError(f"{ENVIRONMENT} names {forced} for {op}, which cannot run here: {reason}")
+    raise AssertionError(f"{op} has no reference")
+
+
+def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, *, fast_accum: bool = False) -> torch.Tensor:
+    """`a @ b.T` by the first implementation that can: `[M, C] x [N, C] -> [M, N]` in `out_dtype`.
+
+    Args:
+        fast_accum: allow the tensor core's less exact accumulation where the implementation has it.
+    """
+    query = GemmQuery(a.data.device.type, a.fmt, a.block, b.fmt, b.block, a.shape[0], b.shape[0], a.shape[1], out_dtype)
+    name = choose("gemm", query)
+    if name == "scaled_mm":
+        return scaled_mm.gemm(a, b, out_dtype, fast_accum)
+    if name == "dequantize_bf16":
+        return reference.gemm_dequantize_bf16(a, b, out_dtype)
+    return reference.gemm(a, b, out_dtype)
+
+
+def table(device: torch.device | str) -> list[tuple[str, str, list[tuple[str, str | None]]]]:
+    """Rows `(operands, chosen, [(candidate, why not)])` for the usual recipes on `device` at an aligned shape."""
+    device = torch.device(device)
+    flavour = resolve_flavour("auto", device)
+    rows = []
+    for label, a, b, block_a, block_b in (
+        ("gemm tensorwise e4m3", "e4m3", "e4m3", (0, 0), (0, 0)),
+        ("gemm tensorwise e5m2 x e4m3", "e5m2", "e4m3", (0, 0), (0, 0)),
+        ("gemm rowwise e4m3", "e4m3", "e4m3", (1, 0), (1, 0)),
+        ("gemm 1x128 x 128x128 e4m3", "e4m3", "e4m3", (1, 128), (128, 128)),
+        ("gemm mxfp8 1x32", "e4m3", "e4m3", (1, 32), (1, 32)),
+        ("gemm mxfp4 1x32", "e2m1", "e2m1", (1, 32), (1, 32)),
+    ):
+        query = GemmQuery(
+            device.type,
+            element_format(a, flavour),
+            block_a,
+            element_format(b, flavour),
+            block_b,
+            4096,
+            4096,
+            4096,
+            torch.bfloat16,
+        )
+        rows.append((label, choose("gemm", query), explain("gemm", query)))
+    return rows

@@ -1,0 +1,148 @@
+"""The quantized linear layer: `y = x W^T + b` with its three GEMMs in low precision.
+
+    fprop   y  = x  W^T    contracts K = in_features
+    dgrad   dx = g  W      contracts N = out_features
+    wgrad   dW = g^T x     contracts M = tokens
+
+Each operand is quantized along the axis its GEMM contracts, from the high-precision value; the exceptions (one copy
+that serves two GEMMs) are those in which nothing is quantized twice, plus `dgrad_weight="from_rows"`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from lumen_core.amax import WEIGHT, ScalingState
+from lumen_core.config import QuantConfig
+from lumen_core.operands import LinearOperands
+
+__all__ = ["QuantLinear", "quantized_linear"]
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """Autograd rule on matrices: x `[M, K]`, weight `[N, K]` -> `[M, N]`; none of M, N, K is 0."""
+
+    @staticmethod
+    def forward(ctx, x, weight, config, state, record, out_dtype):
+        operands = LinearOperands(config, x.device, state, record)
+        out = operands.fprop(x, weight, out_dtype)
+        saved_x = saved_scale = None
+        if ctx.needs_input_grad[1]:
+            saved_x, saved_scale = operands.save_activation(x)
+        ctx.save_for_backward(saved_x, saved_scale, weight)
+        ctx.operands = operands
+        ctx.x_dtype = x.dtype
+        ctx.x_shape = tuple(x.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        saved_x, saved_scale, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        with torch.autocast(grad_output.device.type, enabled=False):
+            gradient = ctx.operands.gradient(grad_output)
+            if ctx.needs_input_grad[0]:
+                grad_x = gradient.dgrad(weight, ctx.x_dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight = gradient.wgrad(saved_x, saved_scale, ctx.x_shape, weight.dtype)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: QuantConfig,
+    state: ScalingState | None = None,
+    *,
+    record: bool = False,
+) -> torch.Tensor:
+    """`F.linear` with quantized GEMMs.
+
+    Args:
+        x: `[..., K]`, any float dtype, zero or more tokens.
+        weight: `[N, K]` in x's dtype, or any float dtype under autocast, which sets the output's dtype only: the weight
+            is quantized from its own value.
+        bias: `[N]` or None, added in high precision.
+        config: the recipe.
+        state: amax history and rounding counter; needed for delayed scaling.
+        record: let this pass enter the amax history (training, and not a pass without gradients).
+
+    Returns:
+        `[..., N]` in x's dtype, or the autocast dtype.
+
+    Raises:
+        TypeError: x and weight differ in dtype outside autocast.
+        ValueError: last dimension of x is not K.
+    """
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"input of shape {tuple(x.shape)} does not match in_features={weight.shape[1]}")
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
+    elif x.dtype != weight.dtype:
+        raise TypeError(
+            f"input is {x.dtype} but weight is {weight.dtype}: convert one of them, or run under torch.autocast"
+        )
+    if x.numel() == 0 or weight.numel() == 0:
+        # No token (or no feature): nothing to quantize, and torch's own rule keeps zero gradients in the graph.
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    with torch.autocast(device_type, enabled=False):
+        tokens = x.reshape(-1, x.shape[-1])
+        out = _QuantizedLinear.apply(tokens, weight, config, state, record, x.dtype)
+        if bias is not None:
+            out = out + bias.to(out.dtype)
+        return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class QuantLinear(torch.nn.Linear):
+    """`nn.Linear` whose GEMMs follow a `QuantConfig`.
+
+    `quantize.enable` turns an existing `nn.Linear` into this class in place, so that parameters, names, hooks and other
+    references to the module stay as they were.
+
+    Attributes:
+        quant_config: the recipe in force.
+        quant_state: `ScalingState`.
+    """
+
+    quant_config: QuantConfig
+    quant_state: ScalingState
+
+    @classmethod
+    def convert_(cls, linear: torch.nn.Linear, config: QuantConfig, base_key: int = 0) -> QuantLinear:
+        """Turn `linear` into a `QuantLinear` in place."""
+        linear.__class__ = cls
+        linear.quant_config = config
+        linear.quant_state = ScalingState(config.history_len, linear.weight.device, base_key)
+        return linear
+
+    def restore_(self) -> torch.nn.Linear:
+        """Turn back into the `nn.Linear` it was."""
+        self.__class__ = torch.nn.Linear
+        del self.quant_config, self.quant_state
+        return self
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features] -> [..., out_features]`; see `quantized_linear`."""
+        if self.quant_state.device != input.device:
+            self.quant_state.to(input.device)
+        record = self.training and torch.is_grad_enabled()
+        return quantized_linear(input, self.weight, self.bias, self.quant_config, self.quant_state, record=record)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.quant_state.to(self.weight.device)
+        return self
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # The loaded weight may be of another magnitude than the one the history saw.
+        self.quant_state.reset(WEIGHT)
+
+    def extra_repr(self) -> str:
+        """`nn.Linear`'s, with the recipe."""
+        return f"{super().extra_repr()}, recipe={self.quant_config.recipe}"

@@ -1,0 +1,209 @@
+"""Turn low-precision training on and off: `quant.enable(model, recipe="mxfp8")`.
+
+    import lumen_core.quantize as quant
+    quant.enable(model, format="fp8_e4m3", scaling="delayed")
+
+Modules change class in place. Parameters, their names and dtypes, hooks and `state_dict` stay those of the original
+model, so optimizers, checkpoints and wrappers keep working; nothing is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from lumen_core import experts
+from lumen_core.config import QuantConfig
+from lumen_core.controller import Controller, base_key, controllers, named_states
+from lumen_core.linear import QuantLinear
+from lumen_core.summary import Summary, summarize
+from lumen_core.targets import select
+
+__all__ = [
+    "QuantConfig",
+    "Summary",
+    "disable",
+    "enable",
+    "is_enabled",
+    "load_state_dict",
+    "reset",
+    "state_dict",
+    "step_end",
+    "summary",
+]
+
+
+def enable(
+    model: torch.nn.Module,
+    config: QuantConfig | str | None = None,
+    *,
+    recipe: str | None = None,
+    amax_group: torch.distributed.ProcessGroup | None = None,
+    **overrides: object,
+) -> torch.nn.Module:
+    """Make the selected linear layers (and expert banks) of `model` train in low precision, in place.
+
+    Call it on the whole model, before it is compiled or sharded. Without a configuration the defaults of `QuantConfig`
+    hold: FP8 E4M3, dynamic scaling.
+
+    Args:
+        model: any module; `torch.nn.Linear`s and Hugging Face expert banks in it are candidates. Output heads,
+            embeddings, MoE routers and LoRA adapters stay in high precision unless `apply_modules` names them.
+        config: a `QuantConfig`, or a recipe in words.
+        recipe: a recipe name (`mxfp8`), a grammar string, or either followed by `,key=value`.
+        amax_group: process group over which `reduce_amax` takes its maximum (default: all ranks).
+        **overrides: options of `QuantConfig`, on top of `config` or `recipe`.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError: `model` is no module, an option is unknown or of the wrong type.
+        ValueError: the model is enabled already, a value or combination is invalid, a pattern matches nothing, or
+            nothing would be quantized. The model is untouched then.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model={model!r} has type {type(model).__name__}: it must be a torch.nn.Module")
+    config = _resolve(config, recipe, overrides)
+    if is_enabled(model):
+        owner = "it" if controllers(model) else "the model that it is part of"
+        raise ValueError(f"{type(model).__name__} is quantized already: call quant.disable on {owner} first")
+    selection = select(model, config)
+    for target in selection.targets:
+        key = base_key(target.name, config.seed)
+        if target.kind == "linear":
+            QuantLinear.convert_(target.module, config, key)
+        else:
+            experts.convert_(target.module, config, key)
+    Controller(model, config, selection.skipped_weights(), amax_group).attach()
+    return model
+
+
+def _resolve(config: QuantConfig | str | None, recipe: str | None, overrides: Mapping[str, object]) -> QuantConfig:
+    if config is not None and recipe is not None:
+        raise ValueError(f"config={config} and recipe={recipe!r} exclude each other: give one of them")
+    if isinstance(config, str):
+        config, recipe = None, config
+    if config is not None and not isinstance(config, QuantConfig):
+        raise TypeError(f"config={config!r} has type {type(config).__name__}: it must be a QuantConfig or a recipe")
+    if recipe is not None:
+        if not isinstance(recipe, str):
+            raise TypeError(f"recipe={recipe!r} has type {type(recipe).__name__}: it must be a string")
+        config = QuantConfig.parse(recipe)
+    if config is None:
+        return QuantConfig(**overrides)
+    return config.replace(**overrides) if overrides else config
+
+
+def disable(model: torch.nn.Module) -> torch.nn.Module:
+    """Restore every module that `enable` changed; parameters keep their present values.
+
+    Raises:
+        ValueError: the model is not enabled, or one of its quantized layers was wrapped individually since.
+    """
+    if not controllers(model):
+        raise ValueError(f"{type(model).__name__} is not quantized: there is nothing to disable")
+    quantized = [(name, m) for name, m in model.named_modules() if isinstance(m, (QuantLinear, experts.QuantExperts))]
+    for name, module in quantized:
+        if type(module) is not QuantLinear and type(module).__bases__[:1] != (experts.QuantExperts,):
+            raise ValueError(
+                f"{name}: its class became {type(module).__name__} after enable; disable before sharding it"
+            )
+    for _, module in quantized:
+        module.restore_()
+    for controller in controllers(model):
+        controller.detach()
+    return model
+
+
+def is_enabled(model: torch.nn.Module) -> bool:
+    """True where `model` or a module in it is quantized."""
+    return any(isinstance(m, (QuantLinear, experts.QuantExperts)) for m in model.modules())
+
+
+def summary(model: torch.nn.Module) -> Summary:
+    """What is quantized and how: module, shape, recipe, precision and kernel of each GEMM; what is not, and why.
+
+    Raises:
+        ValueError: the model is not enabled.
+    """
+    return summarize(model, _the_controller(model))
+
+
+def _the_controller(model: torch.nn.Module) -> Controller:
+    found = controllers(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} is not quantized: call quant.enable first")
+    return found[0]
+
+
+# --- scaling state ----------------------------------------------------------------------------------------------------
+
+
+def state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Scaling state to save beside the model: amax histories and rounding counters.
+
+    Empty for recipes that carry nothing from step to step. It is separate because `model.state_dict()` must keep exactly
+    the original keys. Tensors are copies, replicated over ranks, so that it loads at any world size.
+
+    Returns:
+        `{"<module name>.<tensor>": tensor}`.
+    """
+    return {name: tensor.detach().clone() for name, tensor in _state_tensors(model).items()}
+
+
+def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Restore what `state_dict` gave; load the model's weights first, since loading those resets their history.
+
+    A history of another length keeps its newest entries.
+
+    Raises:
+        ValueError: names are missing or left over, with the first of each.
+    """
+    own = _state_tensors(model)
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or extra:
+        raise ValueError(
+            f"scaling state does not fit the model: {len(missing)} missing (first: {missing[:1]}), "
+            f"{len(extra)} unexpected (first: {extra[:1]})"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            value = state[name].to(tensor.device)
+            if name.endswith(".history") and value.shape[0] != tensor.shape[0]:
+                tensor.zero_()
+                keep = min(value.shape[0], tensor.shape[0])
+                tensor[-keep:] = value[-keep:]
+            else:
+                tensor.copy_(value)
+        for controller in controllers(model):
+            for _, scaling in controller.states():
+                scaling.refresh(controller.config.amax_algo)
+
+
+def _state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    config = _the_controller(model).config
+    names = ("history", "current") if config.scaling == "delayed" else ()
+    names += ("counter",) if config.stochastic_rounding else ()
+    return {
+        f"{module}.{name}" if module else name: getattr(state, name)
+        for module, state in named_states(model)
+        for name in names
+    }
+
+
+def step_end(model: torch.nn.Module) -> None:
+    """Close a training step of delayed scaling; for hosts whose optimizer is no `torch.optim.Optimizer`.
+
+    With a torch optimizer this happens by itself after `optimizer.step()`. With `reduce_amax` it is a collective: every
+    rank of the group must call it.
+    """
+    for controller in controllers(model):
+        controller.end_step()
+
+
+def reset(model: torch.nn.Module) -> None:
+    """Forget all amax history: the next step scales by current values, as the first step of a run does."""
+    for _, state in named_states(model):
+        state.reset()

@@ -1,0 +1,151 @@
+"""Which modules of a model `enable` converts, and why it leaves the others."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+
+import torch
+
+from lumen_core.config import QuantConfig
+from lumen_core.experts import is_expert_bank, unsupported_bank
+from lumen_core.selection import glob_match, module_selected
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module to convert: full dotted name (empty for the model itself) and `linear` or `experts`."""
+
+    name: str
+    module: torch.nn.Module
+    kind: str
+
+
+@dataclass
+class Selection:
+    """Modules to convert, and `(name, module, reason)` of each linear layer or expert bank that stays as it is."""
+
+    targets: list[Target] = field(default_factory=list)
+    skipped: list[tuple[str, torch.nn.Module, str]] = field(default_factory=list)
+
+    def skipped_weights(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """`(name, shape, reason)` of every weight that stays, without holding on to its module."""
+        out = []
+        for name, module, reason in self.skipped:
+            projections = ("gate_up_proj", "down_proj") if is_expert_bank(module) else ("weight",)
+            out += [
+                (name if p == "weight" else f"{name}.{p}", tuple(getattr(module, p).shape), reason) for p in projections
+            ]
+        return out
+
+
+def select(model: torch.nn.Module, config: QuantConfig) -> Selection:
+    """Apply a configuration's patterns, converters and first/last-layer rule to `model`.
+
+    Raises:
+        ValueError: a pattern matches nothing, nothing at all is selected, or the layer rule finds no stack of layers.
+    """
+    names = [name for name, _ in model.named_modules()]
+    for pattern in config.ignored_modules:
+        _require_match("ignored_modules", pattern, names)
+    kept_layers = _kept_layers(model, config)
+    selection = Selection()
+    for name, module in model.named_modules():
+        kind = _kind(module)
+        if kind is None:
+            continue
+        reason = _why_not(name, module, kind, config, kept_layers)
+        if reason is None:
+            selection.targets.append(Target(name, module, kind))
+        else:
+            selection.skipped.append((name, module, reason))
+    convertible = [t.name for t in selection.targets] + [name for name, _, _ in selection.skipped]
+    for pattern in config.apply_modules:
+        _require_match("apply_modules", pattern, convertible)
+    if not selection.targets:
+        raise ValueError(_nothing_selected(model, selection))
+    return selection
+
+
+def _kind(module: torch.nn.Module) -> str | None:
+    # Exactly nn.Linear: a subclass may use its weight in ways that its forward does not show (attention's out_proj).
+    if type(module) is torch.nn.Linear:
+        return "linear"
+    return "experts" if is_expert_bank(module) else None
+
+
+def _why_not(
+    name: str, module: torch.nn.Module, kind: str, config: QuantConfig, kept_layers: tuple[str, ...]
+) -> str | None:
+    converter = "quantize.linear" if kind == "linear" else "quantize.moe"
+    if not {converter, f"{converter}.mx"} & set(config.converters):
+        return f"converters has no {converter!r}"
+    if kind == "experts" and (reason := unsupported_bank(module)):
+        return reason
+    selected, reason = module_selected(name, config.apply_modules, config.ignored_modules)
+    if not selected:
+        return reason
+    if any(name == layer or name.startswith(layer + ".") for layer in kept_layers):
+        return "first_layers_bf16/last_layers_bf16"
+    return None
+
+
+def _kept_layers(model: torch.nn.Module, config: QuantConfig) -> tuple[str, ...]:
+    """Names of the layers that stay in bf16 at both ends of each stack."""
+    first, last = config.first_layers_bf16, config.last_layers_bf16
+    if not first and not last:
+        return ()
+    stacks = _layer_stacks(model)
+    if not stacks:
+        raise ValueError(
+            f"first_layers_bf16={first}, last_layers_bf16={last}: {type(model).__name__} holds no stack of layers, so "
+            "first and last are unknown here; call quant.enable(root) on the whole model first"
+        )
+    kept = []
+    for prefix, count in stacks:
+        if first + last >= count:
+            raise ValueError(
+                f"first_layers_bf16={first} and last_layers_bf16={last} leave none of the {count} layers of "
+                f"{prefix or type(model).__name__!r} to quantize"
+            )
+        indices = [*range(first), *range(count - last, count)]
+        kept += [f"{prefix}.{i}" if prefix else str(i) for i in indices]
+    return tuple(kept)
+
+
+def _layer_stacks(model: torch.nn.Module) -> list[tuple[str, int]]:
+    """Outermost lists of two or more layers that hold linear weights: `(name, length)`."""
+    stacks: list[tuple[str, int]] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        if any(name.startswith(outer + ".") if outer else True for outer, _ in stacks):
+            continue
+        layers = [m for m in module.children() if any(_kind(sub) for sub in m.modules())]
+        if len(layers) > 1 and len(layers) == len(module) or _is_mlp(module, layers):
+            stacks.append((name, len(module)))
+    return stacks
+
+
+def _is_mlp(module: torch.nn.Module, layers: list[torch.nn.Module]) -> bool:
+    # nn.Sequential(Linear, ReLU, Linear, ...): activations between the layers do not end the stack.
+    return isinstance(module, torch.nn.Sequential) and len(layers) > 1
+
+
+def _require_match(option: str, pattern: str, names: list[str]) -> None:
+    if any(glob_match(name, pattern) for name in names):
+        return
+    near = difflib.get_close_matches(pattern.strip("*."), names, 1, 0.4)
+    hint = f" (nearest: {near[0]!r})" if near else ""
+    raise ValueError(f"{option}: pattern {pattern!r} matches no module of the model{hint}")
+
+
+def _nothing_selected(model: torch.nn.Module, selection: Selection) -> str:
+    if not selection.skipped:
+        return (
+            f"nothing to quantize: {type(model).__name__} holds no torch.nn.Linear and no expert bank "
+            "(enable the model before it is replaced or wrapped)"
+        )
+    reasons = "; ".join(f"{name or '(the model)'}: {reason}" for name, _, reason in selection.skipped[:5])
+    more = len(selection.skipped) - 5
+    return f"nothing to quantize: {reasons}{f'; and {more} more' if more > 0 else ''}"

@@ -1,0 +1,96 @@
+"""A low-precision matrix: codes, scales, and along which blocks they were taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lumen_core import casts
+from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
+from lumen_core.formats import ElementFormat
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A matrix `[R, C]` quantized along its last dimension, the one a GEMM contracts.
+
+    Attributes:
+        data: codes, `[R, C]` in `fmt.dtype`, or `[R, ceil(C / 2)]` uint8 for E2M1 (low nibble first).
+        scale: multiplies to dequantize. 0-dim fp32 for `(0, 0)`, `[R, 1]` fp32 for `(1, 0)`, otherwise one fp32 or
+            `float8_e8m0fnu` value a block, `[ceil(R / rows), ceil(C / columns)]`, compact and row-major.
+        fmt: element format.
+        block: `(rows, columns)` that share a scale.
+        shape: `(R, C)`.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    fmt: ElementFormat
+    block: tuple[int, int]
+    shape: tuple[int, int]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """High-precision values, `[R, C]`."""
+        return casts.dequantize(self.data, self.scale, self.fmt, self.block, self.shape, dtype)
+
+    @property
+    def transposes_exactly(self) -> bool:
+        """True where the transpose is blocked the same way, so that turning it re-quantizes nothing."""
+        return self.block[0] == self.block[1]
+
+    def transpose(self) -> QuantizedTensor:
+        """`[C, R]` with contiguous codes: exact, nothing is quantized again.
+
+        Raises:
+            ValueError: the blocks are not square; quantize the high-precision transpose instead.
+        """
+        if not self.transposes_exactly:
+            raise ValueError(
+                f"blocks of {self.block[0]}x{self.block[1]} cannot be transposed without quantizing again: "
+                "quantize the transpose of the high-precision tensor"
+            )
+        rows, columns = self.shape
+        if self.fmt.packed:
+            data = casts.pack_fp4(casts.unpack_fp4(self.data, columns).t())
+        else:
+            data = self.data.t().contiguous()
+        scale = self.scale if self.block == TENSOR_BLOCK else self.scale.t().contiguous()
+        return replace(self, data=data, scale=scale, shape=(columns, rows))
+
+
+def quantize(
+    x: torch.Tensor,
+    fmt: ElementFormat,
+    block: tuple[int, int],
+    *,
+    mx: bool = False,
+    rounding: str = "ceil",
+    margin: int = 0,
+    pow2: bool = False,
+    amax: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+) -> QuantizedTensor:
+    """Quantize a matrix along its last dimension at any granularity.
+
+    Args:
+        x: `[R, C]`, any float dtype.
+        fmt: element format.
+        block: `(0, 0)` tensor, `(1, 0)` row, otherwise rows and columns of a block.
+        mx: E8M0 scales rather than fp32.
+        rounding: how an E8M0 scale is rounded.
+        margin, amax: tensor granularity only, see `casts.quantize_tensor`.
+        pow2: fp32 scales rounded up to a power of two.
+        noise: see `casts.encode`.
+    """
+    # Codes must come out row-major whatever the strides of x (a transposed view, an expanded gradient).
+    x = x.contiguous()
+    if mx:
+        data, scale = casts.quantize_mx(x, fmt, block, rounding, noise)
+    elif block == TENSOR_BLOCK:
+        data, scale = casts.quantize_tensor(x, fmt, amax=amax, margin=margin, pow2=pow2, noise=noise)
+    elif block == ROW_BLOCK:
+        data, scale = casts.quantize_row(x, fmt, pow2=pow2, noise=noise)
+    else:
+        data, scale = casts.quantize_block(x, fmt, block, pow2=pow2, noise=noise)
+    return QuantizedTensor(data, scale, fmt, block, (x.shape[0], x.shape[1]))
