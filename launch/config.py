@@ -10,41 +10,32 @@ Where a field may be ``None`` in the YAML tree to mean "derive it", `resolve` fi
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lumen_core.config import QuantConfig
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple = (),
-    low: Any = None,
-    high: Any = None,
-    above: Any = None,
-    below: Any = None,
-    element: Any = None,
-) -> Any:
-    """A dataclass field with its documentation and range: ``low``/``high`` inclusive, ``above``/``below`` exclusive.
+class ConfigError(ValueError):
+    """A mistake of the user's, told in one line each; `lumen-train` prints them without a traceback.
 
-    ``element`` is the type of the entries of a tuple.
+    Any part of a run may raise it for something only the user can put right (a missing file, a wrong size).
     """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "low": low,
-        "high": high,
-        "above": above,
-        "below": below,
-        "element": element,
-    }
-    if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def option(default: Any, help: str, **limits: Any) -> Any:
+    """A dataclass field with its documentation and what it accepts.
+
+    ``limits``: ``choices``; ``low`` and ``high`` (inclusive); ``above`` and ``below`` (exclusive).
+    """
+    return field(default=default, metadata={"help": help, **limits})
 
 
 @dataclass
@@ -53,15 +44,9 @@ class RopeScaling:
 
     rope_type: str = option("default", "rotary scaling", choices=("default", "linear", "llama3"))
     factor: float = option(1.0, "stretch of the context", low=1.0)
-    low_freq_factor: float = option(
-        1.0, "llama3: wavelengths longer than original/low are stretched", above=0.0
-    )
-    high_freq_factor: float = option(
-        4.0, "llama3: wavelengths shorter than original/high are kept", above=0.0
-    )
-    original_max_position_embeddings: int = option(
-        8192, "llama3: context the model was pretrained with", low=1
-    )
+    low_freq_factor: float = option(1.0, "llama3: wavelengths longer than original/low are stretched", above=0.0)
+    high_freq_factor: float = option(4.0, "llama3: wavelengths shorter than original/high are kept", above=0.0)
+    original_max_position_embeddings: int = option(8192, "llama3: context the model was pretrained with", low=1)
 
 
 @dataclass
@@ -69,17 +54,15 @@ class ModelConfig:
     """Which model: built from these numbers (Hugging Face's names), or read from the directory ``path``."""
 
     name: str = option("custom", "a label, used in the default run_dir")
-    path: Optional[str] = option(
-        None, "local Hugging Face directory (config.json + safetensors); overrides the sizes"
-    )
+    path: str | None = option(None, "local Hugging Face directory (config.json + safetensors); overrides the sizes")
     architecture: str = option("llama", "model family", choices=("llama", "qwen3", "qwen3_moe"))
     hidden_size: int = option(192, "width of the residual stream", low=1)
     intermediate_size: int = option(512, "width of the dense MLP", low=1)
     num_hidden_layers: int = option(6, "decoder layers", low=1)
     num_attention_heads: int = option(6, "query heads", low=1)
     num_key_value_heads: int = option(6, "key/value heads (grouped-query attention)", low=1)
-    head_dim: Optional[int] = option(None, "size of a head; null = hidden_size / num_attention_heads", low=1)
-    vocab_size: Optional[int] = option(None, "entries of the embedding; null = the tokenizer's", low=1)
+    head_dim: int | None = option(None, "size of a head; null = hidden_size / num_attention_heads", low=1)
+    vocab_size: int | None = option(None, "entries of the embedding; null = the tokenizer's", low=1)
     max_position_embeddings: int = option(2048, "longest sequence", low=1)
     rope_theta: float = option(10000.0, "rotary base", above=0.0)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
@@ -91,9 +74,7 @@ class ModelConfig:
     num_experts_per_tok: int = option(0, "qwen3_moe: experts each token goes to", low=0)
     moe_intermediate_size: int = option(0, "qwen3_moe: width of one expert", low=0)
     norm_topk_prob: bool = option(True, "qwen3_moe: renormalise the chosen experts' weights")
-    router_aux_loss_coef: float = option(
-        0.001, "qwen3_moe: weight of the load-balancing loss; 0 = off", low=0.0
-    )
+    router_aux_loss_coef: float = option(0.001, "qwen3_moe: weight of the load-balancing loss; 0 = off", low=0.0)
     init_on_meta: bool = option(False, "build on the meta device and fill shard by shard (large models)")
 
 
@@ -109,7 +90,7 @@ class QuantSection:
     recipe: str = "mxfp8"
     options: dict[str, Any] = field(default_factory=dict)
 
-    def to_config(self) -> "QuantConfig":
+    def to_config(self) -> QuantConfig:
         """The `QuantConfig` this section stands for; the recipe "bf16" when ``enabled`` is false.
 
         Raises:
@@ -127,19 +108,16 @@ class DataConfig:
     """Which text, how it is tokenized, and how it is split."""
 
     train: str = option("stdlib", '"stdlib" (Python\'s own library), or a path, directory or glob')
-    validation: Optional[str] = option(
-        None, "path or glob; null = split validation_fraction off train, by document"
-    )
-    format: str = option(
-        "auto", "file format; auto = by extension", choices=("auto", "text", "jsonl", "parquet")
-    )
+    validation: str | None = option(None, "path or glob; null = split validation_fraction off train, by document")
+    format: str = option("auto", "file format; auto = by extension", choices=("auto", "text", "jsonl", "parquet"))
     text_key: str = option("text", "jsonl/parquet: the field that holds the text")
     tokenizer: str = option("byte", '"byte" (needs no file), or a local Hugging Face tokenizer directory')
-    validation_fraction: float = option(
-        0.05, "share of documents held out when validation is null", low=0.0, below=1.0
-    )
-    shuffle_seed: Optional[int] = option(None, "order of the documents; null = train.seed", low=0)
+    validation_fraction: float = option(0.05, "share of documents held out when validation is null", low=0.0, below=1.0)
+    shuffle_seed: int | None = option(None, "order of the documents; null = train.seed", low=0)
     pack: bool = option(True, "fill sequences with consecutive documents instead of padding")
+    isolate_documents: bool = option(False, "packed documents do not attend to each other")
+    max_bytes: int | None = option(None, "text read at most; null = 32 MiB of stdlib, all of anything else", low=1)
+    cache_dir: str | None = option(None, "where tokenized text is kept between runs; null = nowhere")
 
 
 @dataclass
@@ -149,12 +127,10 @@ class OptimSchema:
     name: str = option("adamw", "optimizer", choices=("adamw",))
     lr: float = option(3e-4, "peak learning rate", above=0.0)
     min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of lr", low=0.0, high=1.0)
-    betas: tuple[float, float] = option((0.9, 0.95), "Adam's decay rates", low=0.0, below=1.0, element=float)
+    betas: tuple[float, float] = option((0.9, 0.95), "Adam's decay rates", low=0.0, below=1.0)
     eps: float = option(1e-8, "Adam's epsilon", above=0.0)
     weight_decay: float = option(0.1, "decoupled weight decay (matrices only)", low=0.0)
-    warmup_steps: Optional[int] = option(
-        None, "linear warm-up; null = a tenth of max_steps, at most 100", low=0
-    )
+    warmup_steps: int | None = option(None, "linear warm-up; null = a tenth of max_steps, at most 100", low=0)
     schedule: str = option("cosine", "after the warm-up", choices=("cosine", "linear", "constant"))
     state: str = option("fp32", "how the optimizer keeps its moments", choices=("fp32", "int8", "fp8"))
     master_weights: str = option(
@@ -167,9 +143,7 @@ class BackendConfig:
     """What distributes the model."""
 
     name: str = option("fsdp2", "host", choices=("fsdp2",))
-    device: str = option(
-        "auto", "auto = cuda (also ROCm's name) when there is one", choices=("auto", "cpu", "cuda")
-    )
+    device: str = option("auto", "auto = cuda (also ROCm's name) when there is one", choices=("auto", "cpu", "cuda"))
     reshard_after_forward: bool = option(True, "free gathered weights between forward and backward")
     reduce_dtype: str = option("fp32", "precision of the gradient reduction", choices=("fp32", "bf16"))
 
@@ -180,9 +154,7 @@ class TrainLoopConfig:
 
     max_steps: int = option(1000, "optimizer steps", low=1)
     micro_batch_size: int = option(8, "sequences per rank and forward pass", low=1)
-    global_batch_size: Optional[int] = option(
-        None, "sequences per step; null = micro_batch_size x ranks", low=1
-    )
+    global_batch_size: int | None = option(None, "sequences per step; null = micro_batch_size x ranks", low=1)
     seq_length: int = option(256, "tokens per sequence", low=1)
     seed: int = option(0, "initialisation, data order and rounding noise", low=0)
     dtype: str = option("bf16", "precision outside the quantized GEMMs", choices=("bf16", "fp32"))
@@ -216,13 +188,9 @@ class TrainConfig:
     backend: BackendConfig = field(default_factory=BackendConfig)
     train: TrainLoopConfig = field(default_factory=TrainLoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    run_dir: Optional[str] = option(None, "where everything is written; null = runs/<model>-<quant>")
-    compare: Optional[str] = option(
-        None, 'recipe trained beside, with the same data and seed (usually "bf16")'
-    )
-    export: Optional[str] = option(
-        None, "directory the final weights are exported to, in Hugging Face format"
-    )
+    run_dir: str | None = option(None, "where everything is written; null = runs/<model>-<quant>")
+    compare: str | None = option(None, 'recipe trained beside, with the same data and seed (usually "bf16")')
+    export: str | None = option(None, "directory the final weights are exported to, in Hugging Face format")
 
 
 def resolve(cfg: TrainConfig, world_size: int = 1) -> TrainConfig:
@@ -232,15 +200,7 @@ def resolve(cfg: TrainConfig, world_size: int = 1) -> TrainConfig:
     ``model.head_dim``. ``model.vocab_size`` stays ``None`` (only the tokenizer knows), as do ``model.path``,
     ``data.validation``, ``compare`` and ``export`` where unset.
     """
-    cfg = dataclasses.replace(
-        cfg,
-        **{
-            f.name: dataclasses.replace(getattr(cfg, f.name))
-            for f in dataclasses.fields(cfg)
-            if dataclasses.is_dataclass(getattr(cfg, f.name))
-        },
-    )
-    cfg.quant.options = dict(cfg.quant.options)
+    cfg = copy.deepcopy(cfg)
     if cfg.train.global_batch_size is None:
         cfg.train.global_batch_size = cfg.train.micro_batch_size * world_size
     if cfg.optim.warmup_steps is None:
@@ -250,6 +210,17 @@ def resolve(cfg: TrainConfig, world_size: int = 1) -> TrainConfig:
     if cfg.model.head_dim is None:
         cfg.model.head_dim = cfg.model.hidden_size // cfg.model.num_attention_heads
     if cfg.run_dir is None:
-        recipe = cfg.quant.recipe if cfg.quant.enabled else "bf16"
-        cfg.run_dir = f"runs/{cfg.model.name}-{recipe.lower()}"
+        cfg.run_dir = f"runs/{_word(cfg.model.name)}-{_word(_recipe_label(cfg.quant))}"
     return cfg
+
+
+def _recipe_label(quant: QuantSection) -> str:
+    """Recipe and options in one word: runs that differ in them must not resume each other by default."""
+    config = quant.to_config()
+    if config.reduce_amax:  # part of what the group's files for delayed and hybrid are, and says nothing more
+        config = config.replace(reduce_amax=False)
+    return str(config)
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text.lower()).strip("-") or "run"
