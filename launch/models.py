@@ -7,8 +7,9 @@ rows it holds.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,21 +108,38 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 def _ready(built: nn.Module) -> nn.Module:
     built.config.use_cache = False  # type: ignore[union-attr]  # a cache per layer is of no use in training
+    if getattr(built.config, "router_aux_loss_coef", None):
+        built.config.output_router_logits = True  # type: ignore[union-attr]  # or there is no load-balancing loss
     return built.train()
+
+
+@contextlib.contextmanager
+def quiet_progress() -> Iterator[None]:
+    """No Hugging Face progress bars in this context: the run has a display of its own."""
+    from transformers.utils import logging
+
+    on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if on:
+            logging.enable_progress_bar()
 
 
 def _pretrained(path: str, config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    built, info = AutoModelForCausalLM.from_pretrained(
-        Path(path).expanduser(),
-        config=config,
-        dtype=dtype,
-        attn_implementation="sdpa",
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with quiet_progress():
+        built, info = AutoModelForCausalLM.from_pretrained(
+            Path(path).expanduser(),
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(str(n) for n in info.get(what) or ())
         if names:  # Hugging Face only warns, and trains on random weights
@@ -174,7 +192,7 @@ def _fill_buffers(built: nn.Module) -> None:
             buffer.copy_(fresh[name])
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's name without what activation checkpointing and torch.compile insert."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
@@ -183,7 +201,7 @@ def _plain_name(name: str) -> str:
 def initialize(built: nn.Module, *, std: float, seed: int) -> None:
     """Draw every parameter anew: matrices from N(0, std), biases zero, norm weights one."""
     for name, param in built.named_parameters():
-        _draw_into(param, _plain_name(name), std, seed)
+        _draw_into(param, plain_name(name), std, seed)
 
 
 def _draw_into(param: torch.Tensor, name: str, std: float, seed: int) -> None:
@@ -244,7 +262,7 @@ def _load(built: nn.Module, path: str) -> None:
     if problem[0] is not None:
         raise problem[0]
     for name, param in built.named_parameters():
-        value = source.get(_plain_name(name))
+        value = source.get(plain_name(name))
         if not isinstance(param, DTensor):
             param.copy_(value)  # type: ignore[arg-type]
             continue
@@ -257,7 +275,3 @@ def _load(built: nn.Module, path: str) -> None:
 def count_parameters(built: nn.Module) -> int:
     """Parameters of the whole model, tied ones once."""
     return sum(p.numel() for p in built.parameters())
-
-
-def same_directory(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
-    return Path(a).expanduser().resolve() == Path(b).expanduser().resolve()

@@ -7,9 +7,10 @@ file or changes directory.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class _CommandLine:
         self.chosen[group] = value
         plus = name[: len(name) - len(name.lstrip("+"))] if group not in GROUPS else ""
         if group == "experiment" and value == "null":
-            self.hydra.append("experiment=null")
+            self.hydra.append("~experiment")
         elif value in options or value.lower() in options:
             self.hydra.append(f"{plus}{group}={value if value in options else value.lower()}")
         elif group == "quant":
@@ -217,19 +218,42 @@ def _recipe_file(name: str, dirs: Sequence[Path]) -> dict[str, Any]:
     return {"recipe": name}
 
 
+_FIRST: list[Path] = []
+"""Directories that Hydra searches before the package's tree while `_searched_first` is active."""
+
+
+@contextlib.contextmanager
+def _searched_first(dirs: Sequence[Path]) -> Iterator[None]:
+    """Have Hydra look into ``dirs`` before anything else, for the start file too (`hydra.searchpath` comes last)."""
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    if not any(p.__name__ == "LumenSearchPath" for p in Plugins.instance().discover(SearchPathPlugin)):
+
+        class LumenSearchPath(SearchPathPlugin):
+            def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+                for directory in reversed(_FIRST):
+                    search_path.prepend(provider="lumen-train", path=f"file://{directory}")
+
+        Plugins.instance().register(LumenSearchPath)
+    _FIRST[:] = dirs
+    try:
+        yield
+    finally:
+        _FIRST.clear()
+
+
 def _compose(dirs: Sequence[Path], config_name: str, overrides: Sequence[str]) -> dict[str, Any]:
     import yaml
-    from hydra import compose, initialize_config_dir
+    from hydra import initialize_config_dir
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    overrides = list(overrides)
-    if len(dirs) > 1:
-        overrides.append("hydra.searchpath=[" + ",".join(_quote(f"file://{d}") for d in dirs[1:]) + "]")
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(dirs[0])):
-            composed = compose(config_name=config_name, overrides=overrides)
+        with _searched_first(dirs[:-1]), initialize_config_dir(version_base="1.3", config_dir=str(dirs[-1])):
+            composed = _compose_groups(config_name, overrides)
         return typing.cast(dict, OmegaConf.to_container(composed, resolve=True))
     except MissingConfigException as error:
         missing = str(error.missing_cfg_file or config_name)
@@ -243,6 +267,23 @@ def _compose(dirs: Sequence[Path], config_name: str, overrides: Sequence[str]) -
     except OmegaConfBaseException as error:
         where = getattr(error, "full_key", None) or "a value"
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
-    except HydraException as error:
+    except (HydraException, ValueError) as error:
         text = re.sub(r"\s+", " ", str(error.__cause__ or error))
         raise ConfigError(f"the configuration cannot be put together: {text}") from None
+
+
+def _compose_groups(config_name: str, overrides: Sequence[str]) -> Any:
+    """Hydra's compose, where a group that the start file does not list is added instead of refused."""
+    from hydra import compose
+    from hydra.errors import ConfigCompositionException
+
+    words = list(overrides)
+    while True:
+        try:
+            return compose(config_name=config_name, overrides=words)
+        except ConfigCompositionException as error:
+            missing = re.search(r"Could not (override|delete) '([^'@]+)'", str(error))
+            old = [w for w in words if missing and w.lstrip("~").split("=")[0] == missing[2]]
+            if not missing or not old:
+                raise
+            words = [w for w in words if w not in old] + [f"+{w}" for w in old if missing[1] == "override"]
