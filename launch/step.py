@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from launch.data import IGNORE, Batch, model_inputs, supervised_tokens
 from launch.distributed import World, gradient_sync, local
+from lumen_core import quantize as quant
+from lumen_core.optim import set_skip_flag
 
 
 class StepRecord(NamedTuple):
@@ -96,9 +98,7 @@ def _shard_groups(tensor: torch.Tensor) -> tuple:
     """The process groups over which the elements of ``tensor`` are split; () for a tensor every rank has whole."""
     if not isinstance(tensor, DTensor):
         return ()
-    return tuple(
-        tensor.device_mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if place.is_shard()
-    )
+    return tuple(tensor.device_mesh.get_group(dim) for dim, place in enumerate(tensor.placements) if place.is_shard())
 
 
 def split_sum_of_squares(grads: Sequence[torch.Tensor], world: World) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,8 +145,11 @@ class TrainStep:
         self.optimizer = optimizer
         self.world = world
         self.grad_clip = grad_clip
-        # Fused AdamW (and whoever else says so) reads this flag on the device. Others cost a look by the host.
-        self.gated_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.gated_on_device = True
+        try:
+            set_skip_flag(optimizer, None)
+        except TypeError:  # another optimizer: the host looks before each step
+            self.gated_on_device = False
 
     def place(self, batches: Sequence[Batch]) -> list[Batch]:
         """``batches`` on this rank's device."""
@@ -212,11 +215,13 @@ class TrainStep:
         return torch.stack([loss, norm, tokens, bad.double(), asked])
 
     def _update(self, skip: torch.Tensor) -> None:
+        """Steps the optimizer unless ``skip`` (bool, 0-dim): then nothing it owns changes."""
         if self.gated_on_device:
-            self.optimizer.grad_scale = None
-            self.optimizer.found_inf = skip.float()
+            set_skip_flag(self.optimizer, skip.float())
             self.optimizer.step()
-        elif not skip.item():
+        elif skip.item():
+            quant.step_end(self.model)  # what the optimizer's post-step hook would have done
+        else:
             self.optimizer.step()
 
 

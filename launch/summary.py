@@ -1,0 +1,191 @@
+"""The report at the end of a run: ``summary.md`` and ``loss.png``."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from launch import schema
+from launch.config import TrainConfig
+from launch.distributed import World
+from launch.result import RunResult
+from lumen_core import quantize as quant
+
+_PACKAGES = ("lumen-train", "torch", "transformers", "torchao", "triton", "numpy")
+Rows = Sequence[Mapping[str, Any]]
+
+
+def final_numbers(rows: Rows) -> dict[str, float | None]:
+    """The losses of a run by the names they have in `RunResult`, from its ``metrics.jsonl``."""
+    losses = [r["loss"] for r in rows if r["kind"] == "train" and not r["skipped"] and r["loss"] is not None]
+    evaluations = [r["validation_loss"] for r in rows if r["kind"] == "eval"]
+    tail = losses[-min(max(len(losses) // 10, 1), 50) :]
+    return {
+        "train_loss": statistics.fmean(tail) if tail else None,
+        "first_validation_loss": evaluations[0] if evaluations else None,
+        "validation_loss": evaluations[-1] if evaluations else None,
+    }
+
+
+def fall_percent(result: RunResult) -> float | None:
+    """How far the validation loss fell from its value before the first step."""
+    first, last = result.first_validation_loss, result.validation_loss
+    return None if not first or last is None else 100 * (1 - last / first)
+
+
+def gap_percent(loss: float | None, reference: float | None) -> float | None:
+    """How much higher ``loss`` is than ``reference``."""
+    return None if loss is None or not reference else 100 * (loss / reference - 1)
+
+
+def report_run(result: RunResult, rows: Rows, cfg: TrainConfig, model: nn.Module, world: World) -> None:
+    """Writes the report of a single run and notes its paths in ``result``."""
+    folder = Path(result.run_dir)
+    result.plot = plot_losses(folder / "loss.png", {result.recipe: rows})
+    tables = {result.recipe: str(quant.summary(model))} if quant.is_enabled(model) else {}
+    title = f"{cfg.model.name}, {result.recipe}"
+    result.summary = write_summary(folder / "summary.md", title, [result], cfg, tables, world)
+
+
+def versions(world: World) -> dict[str, str]:
+    """What the run ran on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if torch.version.hip:
+        found["ROCm"] = torch.version.hip
+    elif torch.version.cuda:
+        found["CUDA"] = torch.version.cuda
+    cuda = world.device.type == "cuda"
+    name = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {torch.get_num_threads()} threads"
+    found["device"] = f"{world.size} x {name}"
+    return found
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def results_table(results: Sequence[RunResult]) -> list[str]:
+    """Markdown, a line each."""
+    head = ["recipe", "steps", "validation loss at the start", "at the end", "fall", "gap", "train loss"]
+    head += ["tokens/s", "memory", "quantized", "skipped"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for r in results:
+        cells = [
+            r.recipe,
+            str(r.steps),
+            _cell(r.first_validation_loss, ".4f"),
+            _cell(r.validation_loss, ".4f"),
+            _cell(fall_percent(r), ".1f") + " %",
+            "-" if r.gap_percent is None else f"{r.gap_percent:+.2f} %",
+            _cell(r.train_loss, ".4f"),
+            _cell(r.tokens_per_second, ",.0f"),
+            f"{r.peak_memory_gib:.2f} GiB",
+            f"{r.quantized_share:.1%}",
+            str(r.nonfinite_steps),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def write_summary(
+    path: Path,
+    title: str,
+    results: Sequence[RunResult],
+    cfg: TrainConfig,
+    quant_tables: Mapping[str, str],
+    world: World,
+) -> str:
+    """Writes ``summary.md``; returns its path.
+
+    Args:
+        results: a line each; a recipe that is compared with first, its reference second.
+        quant_tables: by recipe, what `quantize.summary` printed.
+    """
+    lines = [f"# {title}", "", *results_table(results), ""]
+    lines.append(
+        "Losses are nats per token. The train loss is the mean of the last tenth of the steps (at most 50). "
+        '"quantized" is the share of the linear weights, by elements, whose GEMMs follow the recipe; "gap" is how much '
+        "higher the validation loss is than the reference's. Tokens/s is the median over the logging intervals."
+    )
+    if results[0].plot:
+        lines += ["", f"![loss curves]({os.path.basename(results[0].plot)})"]
+    for recipe, table in quant_tables.items():
+        lines += ["", f"## Layers: {recipe}", "", "```", table, "```"]
+    lines += ["", "## Configuration", "", "```yaml", _yaml(schema.to_plain(cfg)), "```", "", "## Versions", ""]
+    lines += [f"- {name}: {version}" for name, version in versions(world).items()]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def _yaml(nested: Mapping[str, Any], indent: str = "") -> str:
+    """Nested dicts of plain values as YAML (JSON's scalars and lists are YAML)."""
+    lines = []
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            lines += [f"{indent}{key}:", _yaml(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines)
+
+
+# --- the plot -------------------------------------------------------------------------------------------------------
+
+_COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:purple")
+
+
+def plot_losses(path: Path, runs: Mapping[str, Rows]) -> str | None:
+    """Draws the loss curves of one run, or of two and their gap below; returns the path, None without matplotlib.
+
+    Args:
+        runs: records of ``metrics.jsonl`` by recipe; the reference last.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    # Figures of their own canvas: no display, and no state of pyplot that belongs to somebody else.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    pair = len(runs) == 2
+    figure = Figure(figsize=(8, 6.5 if pair else 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2 if pair else 1, sharex=True, height_ratios=[3, 1] if pair else None, squeeze=False)[:, 0]
+    curves = {name: (_curve(r, "train", "loss"), _curve(r, "eval", "validation_loss")) for name, r in runs.items()}
+    for (name, (train, validation)), colour in zip(curves.items(), _COLOURS):
+        draw = functools.partial(axes[0].plot, color=colour)
+        draw(list(train), list(train.values()), alpha=0.35, linewidth=1, label=f"{name}, training")
+        draw(list(validation), list(validation.values()), marker="o", markersize=4, label=f"{name}, validation")
+    axes[0].set_ylabel("loss (nats per token)")
+    axes[0].legend()
+    axes[0].grid(alpha=0.3)
+    if pair:
+        (name, (_, first)), (reference, (_, second)) = curves.items()
+        gaps = {step: gap_percent(first[step], second[step]) for step in first if step in second}
+        axes[1].plot(list(gaps), list(gaps.values()), color="black", marker="o", markersize=4)
+        axes[1].axhline(0, color="grey", linewidth=0.8)
+        axes[1].set_ylabel("validation gap (%)")
+        axes[1].set_title(f"{name} above {reference}", fontsize=9)
+        axes[1].grid(alpha=0.3)
+    axes[-1].set_xlabel("step")
+    figure.savefig(path, dpi=120)
+    return str(path)
+
+
+def _curve(rows: Rows, kind: str, key: str) -> dict[int, float]:
+    return {r["step"]: r[key] for r in rows if r["kind"] == kind and r[key] is not None}
