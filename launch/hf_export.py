@@ -7,13 +7,15 @@ directory back (``model.path=``).
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import json
 import os
 import shutil
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launch.config import ConfigError
-from launch.models import empty_model, plain_name, quiet_progress
+from launch.models import allocate, empty_model, hf_config, plain_name, quiet
 from launch.validate import EXPORT_MARK, export_problem
 
 
@@ -148,7 +150,7 @@ def _write_files(config: Any, state: dict[str, torch.Tensor], directory: Path, t
     if tokenizer is not None and getattr(plain, "generation_config", None) is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(plain.generation_config, name, getattr(config, name))
-    with quiet_progress():
+    with quiet():
         plain.save_pretrained(directory)  # type: ignore[operator]
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
@@ -164,3 +166,55 @@ def _sync(directory: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def export_checkpoint(checkpoint: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+    """Export the weights of a checkpoint (or the newest one of a run directory) to the directory ``target``.
+
+    Raises:
+        ConfigError: there is no checkpoint, its model or tokenizer is not to be had, or ``target`` is in use.
+    """
+    from launch.checkpoint import find_checkpoint, load_config, load_model_weights
+    from launch.data.tokenizer import load_tokenizer
+
+    path = find_checkpoint(checkpoint)
+    cfg = load_config(path)
+    problem = export_problem(target, cfg.model.path)
+    if problem:
+        raise ConfigError(f"{target}: {problem}")
+    try:
+        tokenizer = load_tokenizer(cfg.data.tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    model = empty_model(hf_config(cfg.model, tokenizer.vocab_size), _stored_dtype(path))
+    allocate(model, "cpu")
+    load_model_weights(path, model)
+    return export_model(model, target, tokenizer=tokenizer, source=cfg.model.path)
+
+
+def _stored_dtype(path: Path) -> torch.dtype:
+    """The dtype of the weights in a checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    dtypes = [e.properties.dtype for name, e in entries.items() if name.startswith("model/")]
+    if not dtypes:
+        raise ConfigError(f"{path}: there are no weights in this checkpoint")
+    return dtypes[0]
+
+
+def main_export(argv: Sequence[str] | None = None) -> int:
+    """`lumen-export CHECKPOINT OUT`; returns the exit code: 0 done, 2 a mistake of the user's."""
+    parser = argparse.ArgumentParser(
+        prog="lumen-export", description="Write the weights of a lumen-train checkpoint as a Hugging Face directory."
+    )
+    parser.add_argument("checkpoint", help="a checkpoint, or a run directory (then its newest checkpoint)")
+    parser.add_argument("out", help="a new or empty directory, or an earlier export")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        written = export_checkpoint(args.checkpoint, args.out)
+    except ConfigError as error:
+        print("\n".join(f"lumen-export: {p}" for p in error.problems), file=sys.stderr)
+        return 2
+    print(f"written: {written}")
+    return 0

@@ -30,6 +30,8 @@ def hf_config(model: ModelConfig, vocab_size: int) -> Any:
     from transformers import AutoConfig
 
     if model.path is not None:
+        if not (Path(model.path).expanduser() / "config.json").is_file():
+            raise ConfigError(f"model.path={model.path}: there is no config.json in it")
         config = AutoConfig.from_pretrained(Path(model.path).expanduser(), local_files_only=True)
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"model.path={model.path}: its weights are stored quantized; use an unquantized model")
@@ -114,23 +116,25 @@ def _ready(built: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def quiet_progress() -> Iterator[None]:
-    """No Hugging Face progress bars in this context: the run has a display of its own."""
+def quiet() -> Iterator[None]:
+    """No Hugging Face progress bars and warnings in this context: a run has a display of its own."""
     from transformers.utils import logging
 
-    on = logging.is_progress_bar_enabled()
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        if on:
+        logging.set_verbosity(level)
+        if bars:
             logging.enable_progress_bar()
 
 
 def _pretrained(path: str, config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    with quiet_progress():
+    with quiet():
         built, info = AutoModelForCausalLM.from_pretrained(
             Path(path).expanduser(),
             config=config,
@@ -138,6 +142,7 @@ def _pretrained(path: str, config: Any, dtype: torch.dtype) -> nn.Module:
             attn_implementation="sdpa",
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # to be reported below like the others
             output_loading_info=True,
         )
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -155,6 +160,16 @@ def materialize(
 
     Collective when parameters are sharded and ``model.path`` is set: the first rank reads and scatters.
     """
+    allocate(built, device)
+    if model.path is None:
+        initialize(built, std=built.config.initializer_range, seed=seed)  # type: ignore[union-attr]
+    else:
+        _load(built, model.path)
+    return built
+
+
+def allocate(built: nn.Module, device: torch.device | str) -> None:
+    """Move a model from the meta device to ``device``: rotary tables right, tied weights tied, weights not yet set."""
     ties = _ties(built)
     if any(p.is_meta for p in built.parameters()):
         built.to_empty(device=torch.device(device))
@@ -162,11 +177,6 @@ def materialize(
             for module, name in owners[1:]:
                 module._parameters[name] = getattr(*owners[0])
     _fill_buffers(built)
-    if model.path is None:
-        initialize(built, std=built.config.initializer_range, seed=seed)  # type: ignore[union-attr]
-    else:
-        _load(built, model.path)
-    return built
 
 
 def _ties(built: nn.Module) -> list[list[tuple[nn.Module, str]]]:

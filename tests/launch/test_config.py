@@ -142,17 +142,15 @@ def test_values_arrive_in_the_type_of_their_key(word: str, get, value) -> None:
 
 def test_no_value_reaches_the_trainer_in_another_type() -> None:
     plain = schema.to_plain(TrainConfig())
-    as_text = yaml.safe_load(
-        re.sub(r": (\S+)$", r": '\1'", yaml.safe_dump(plain), flags=re.M).replace("'null'", "null")
-    )
-    as_text = {k: v for k, v in as_text.items()}
-    assert schema.from_plain(as_text) == TrainConfig()
+    quoted = re.sub(r": (\S+)$", r": '\1'", yaml.safe_dump(plain), flags=re.M)
+    assert schema.from_plain(yaml.safe_load(quoted.replace("'null'", "null"))) == TrainConfig()
 
 
 def test_env_and_interpolated_values_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults: [train, _self_]\n"
-        "train: {max_steps: '${oc.env:STEPS}', compile: '${oc.env:COMPILE,false}', eval_interval: '${train.max_steps}'}\n"
+        "train:\n  max_steps: ${oc.env:STEPS}\n  compile: ${oc.env:COMPILE,false}\n"
+        "  eval_interval: ${train.max_steps}\n"
     )
     monkeypatch.setenv("STEPS", "12")
     cfg = job(config_dir=str(tmp_path), config_name="mine")
@@ -321,14 +319,14 @@ def test_model_sizes_are_those_published() -> None:
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
     )
     for name, sizes in {
-        "llama2_7b": (32000, 4096, 11008, 32, 32, 32, 128),
-        "llama2_13b": (32000, 5120, 13824, 40, 40, 40, 128),
-        "llama2_70b": (32000, 8192, 28672, 80, 64, 8, 128),
-        "llama31_8b": (128256, 4096, 14336, 32, 32, 8, 128),
-        "qwen3_30b_a3b": (151936, 2048, 6144, 48, 32, 4, 128),
+        "llama2_7b": (32000, 4096, 11008, 32, 32, 32),
+        "llama2_13b": (32000, 5120, 13824, 40, 40, 40),
+        "llama2_70b": (32000, 8192, 28672, 80, 64, 8),
+        "llama31_8b": (128256, 4096, 14336, 32, 32, 8),
+        "qwen3_30b_a3b": (151936, 2048, 6144, 48, 32, 4),
     }.items():
         model = job(f"model={name}").model
-        assert tuple(getattr(model, n) for n in names.split()) == sizes
+        assert tuple(getattr(model, n) for n in names.split()) == sizes and model.head_dim == 128
     llama3, qwen = job("model=llama31_8b").model, job("model=qwen3_30b_a3b").model
     assert (llama3.rope_theta, llama3.rope_scaling.rope_type, llama3.rope_scaling.factor) == (5e5, "llama3", 8.0)
     assert (qwen.num_experts, qwen.num_experts_per_tok, qwen.moe_intermediate_size) == (128, 8, 768)
