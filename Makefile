@@ -12,7 +12,7 @@ READY := $(VENV)/.setup-done
 # One thread a process: tests run JOBS at a time and distributed ones start up to four more.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
-DEMO ?= model=tiny quant=mxfp8 compare=bf16 run_dir=runs/demo
+DEMO ?= experiment=demo
 
 .PHONY: demo test test-full lint format setup clean
 .DEFAULT_GOAL := test
