@@ -7,9 +7,7 @@ import math
 import torch
 
 
-def learning_rate_factor(
-    step: int, *, max_steps: int, warmup_steps: int, schedule: str, min_lr_ratio: float
-) -> float:
+def learning_rate_factor(step: int, *, max_steps: int, warmup_steps: int, schedule: str, min_lr_ratio: float) -> float:
     """Share of the peak learning rate that step ``step`` (from 0) uses.
 
     Rises linearly over ``warmup_steps`` (the first step already moves the weights, the step after the warm-up has the

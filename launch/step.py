@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from launch.data import IGNORE, Batch, model_inputs, supervised_tokens
-from launch.distributed import World, gradient_sync, local
+from launch.distributed import World, fsdp_modules, gradient_sync, local
 from lumen_core import quantize as quant
 from lumen_core.optim import set_skip_flag
 
@@ -244,5 +244,9 @@ def evaluate(forward: Forward, batches: Iterable[Batch], world: World) -> torch.
                 totals[0] += loss_sum.double()
         finally:
             model.train(training)
+            # Groups that stay gathered between forward and backward would stay so for good: until the next backward
+            # pass the model's parameters were other objects than the optimizer's.
+            for module in fsdp_modules(model):
+                module.reshard()
     world.sum_(totals)
     return totals[0] / totals[1]

@@ -171,9 +171,7 @@ def poisoned(rank: int, size: int, bad_rank: int, value: float, where: str) -> t
         record = step(batches).tolist()
         same = all(torch.equal(state[n], whole(p.detach())) for n, p in model.named_parameters())
         after = [{k: whole(v) for k, v in s.items()} for s in optimizer.state.values()]
-        same_moments = all(
-            torch.equal(a[k], b[k]) for a, b in zip(moments, after, strict=True) for k in a
-        )
+        same_moments = all(torch.equal(a[k], b[k]) for a, b in zip(moments, after, strict=True) for k in a)
         if handle is not None:
             handle.remove()
         clean = step(batches).tolist()
