@@ -107,8 +107,8 @@ class QuantSection:
 class DataConfig:
     """Which text, how it is tokenized, and how it is split."""
 
-    train: str = option("stdlib", '"stdlib" (Python\'s own library), or a path, directory or glob')
-    validation: str | None = option(None, "path or glob; null = split validation_fraction off train, by document")
+    train: str = option("stdlib", '"stdlib" (Python\'s own library), or files, directories, globs, joined by commas')
+    validation: str | None = option(None, "as data.train; null = split validation_fraction off train, by document")
     format: str = option("auto", "file format; auto = by extension", choices=("auto", "text", "jsonl", "parquet"))
     text_key: str = option("text", "jsonl/parquet: the field that holds the text")
     tokenizer: str = option("byte", '"byte" (needs no file), or a local Hugging Face tokenizer directory')

@@ -7,10 +7,11 @@ code 2 and one line per problem.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from launch import overrides, schema
 from launch.config import ConfigError, TrainConfig
@@ -135,8 +136,23 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _tell(*problems: str, everywhere: bool = False) -> None:
+    """Problems on stderr, a line each: the first rank's, or with ``everywhere`` each rank's under its number."""
+    if not _is_first_rank() and not everywhere:
+        return
+    prefix = "lumen-train" if _is_first_rank() else f"lumen-train [rank {os.environ['RANK']}]"
+    if len(problems) > 1 and not everywhere:
+        print(f"{prefix}: {len(problems)} problems, nothing was started", file=sys.stderr)
+    for problem in problems:
+        print(f"{prefix}: {problem}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `lumen-train`; returns the exit code: 0 done, 2 a mistake in the configuration, else what the run says."""
+    """Run `lumen-train`.
+
+    Returns:
+        The exit code: 0 done, 1 failed for a reason it names, 2 a mistake in the configuration, 130 interrupted.
+    """
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         if args.help or args.keys:
@@ -145,27 +161,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg, notes = overrides.load(
             args.overrides, config_dir=args.config_dir, config_name=args.config_name, world_size=_world_size()
         )
-        if _is_first_rank():
-            for note in notes:
-                print(f"lumen-train: {note}", file=sys.stderr)
-        if args.cfg:
-            if _is_first_rank():
-                print(cfg_text(cfg), end="")
-            return 0
-        return _run(cfg)
+        if args.cfg and _is_first_rank():
+            print(cfg_text(cfg), end="")
     except ConfigError as error:
-        if _is_first_rank():
-            count = len(error.problems)
-            intro = "" if count == 1 else f"lumen-train: {count} problems, nothing was started\n"
-            print(intro + "\n".join(f"lumen-train: {p}" for p in error.problems), file=sys.stderr)
+        _tell(*error.problems)
         return 2
+    for note in notes:
+        _tell(note)
+    return 0 if args.cfg else _run(cfg)
 
 
 def _run(cfg: TrainConfig) -> int:
-    from launch import loop  # imports torch
+    for name in ("torchao", "torch.utils._pytree"):  # what torchao says about itself when transformers imports it
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from launch import loop
+    from launch.checkpoint import CheckpointError
+    from launch.nonfinite import NonFiniteError
 
-    result: Any = loop.run(cfg)
-    return int(getattr(result, "exit_code", 0) or 0)
+    try:
+        return loop.run(cfg).exit_code
+    except ConfigError as error:  # may be one rank's alone: a GPU that is missing, a file that is not on its machine
+        _tell(*error.problems, everywhere=True)
+        return 2
+    except (CheckpointError, NonFiniteError) as error:  # the same on every rank
+        _tell(str(error))
+        return 1
 
 
 if __name__ == "__main__":
