@@ -210,8 +210,9 @@ def quantize_block(
     noise: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One fp32 scale for each `block`: codes `[R, C]`, scale `[ceil(R / rows), ceil(C / columns)]`."""
-    scale = scale_from_amax(_block_amax(x, block), fmt, 0, pow2)
-    return encode(x.to(torch.float32) * _expand(1.0 / scale, block, x.shape), fmt, noise), scale
+    blocks = _to_blocks(x, block)
+    scale = scale_from_amax(_block_amax(blocks), fmt, 0, pow2)
+    return encode(_from_blocks(blocks, 1.0 / scale, x.shape), fmt, noise), scale
 
 
 def quantize_mx(
@@ -226,8 +227,9 @@ def quantize_mx(
     Returns:
         codes `[R, C]` (E2M1: `[R, ceil(C / 2)]` bytes), scale `float8_e8m0fnu [ceil(R / rows), ceil(C / columns)]`.
     """
-    byte = e8m0_from_amax(_block_amax(x, block), fmt, rounding)
-    codes = encode(x.to(torch.float32) * _expand(_e8m0_reciprocal(byte), block, x.shape), fmt, noise)
+    blocks = _to_blocks(x, block)
+    byte = e8m0_from_amax(_block_amax(blocks), fmt, rounding)
+    codes = encode(_from_blocks(blocks, _e8m0_reciprocal(byte), x.shape), fmt, noise)
     return codes, byte.view(E8M0_DTYPE)
 
 
@@ -242,9 +244,10 @@ def dequantize(
     """`codes * scale` as a matrix of `shape` and `dtype`; exact in fp32, and in bf16 where scales are E8M0."""
     if scale.dtype == E8M0_DTYPE:
         scale = e8m0_decode(scale)
-    if block[1] != 0:
-        scale = _expand(scale, block, shape)
-    return (decode(codes, fmt, shape[1]) * scale).to(dtype)
+    values = decode(codes, fmt, shape[1])
+    if block[1] == 0:
+        return (values * scale).to(dtype)
+    return _from_blocks(_to_blocks(values, block), scale, shape).to(dtype)
 
 
 def convert_flavour(
@@ -285,20 +288,29 @@ def convert_flavour(
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """`[R, C]` as `[R / rows, rows, C / columns, columns]`, zeros filling partial blocks; `[R, C / columns, columns]`
+    for blocks of one row, which compiles to simpler loops."""
     rows, columns = x.shape
     br, bc = block
     pad_rows, pad_columns = -rows % br, -columns % bc
-    magnitude = x.abs()
     if pad_rows or pad_columns:
-        magnitude = F.pad(magnitude, (0, pad_columns, 0, pad_rows))
-    blocks = magnitude.reshape((rows + pad_rows) // br, br, (columns + pad_columns) // bc, bc)
-    return blocks.amax(dim=(1, 3)).to(torch.float32)
+        x = F.pad(x, (0, pad_columns, 0, pad_rows))
+    if br == 1:
+        return x.reshape(rows, (columns + pad_columns) // bc, bc)
+    return x.reshape((rows + pad_rows) // br, br, (columns + pad_columns) // bc, bc)
 
 
-def _expand(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """Repeat one value a block to one value an element, cut to `shape`."""
-    rows, columns = scale.shape
-    full = scale[:, None, :, None].expand(rows, block[0], columns, block[1])
-    full = full.reshape(rows * block[0], columns * block[1])
-    return full[: shape[0], : shape[1]]
+def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.abs().amax(dim=-1 if blocks.dim() == 3 else (1, 3)).to(torch.float32)
+
+
+def _from_blocks(blocks: torch.Tensor, factor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """fp32 matrix of `shape` from blocks, each times its own factor."""
+    if blocks.dim() == 3:
+        scaled = blocks.to(torch.float32) * factor[:, :, None]
+        out = scaled.reshape(scaled.shape[0], scaled.shape[1] * scaled.shape[2])
+    else:
+        scaled = blocks.to(torch.float32) * factor[:, None, :, None]
+        out = scaled.reshape(scaled.shape[0] * scaled.shape[1], scaled.shape[2] * scaled.shape[3])
+    return out[: shape[0], : shape[1]]

@@ -90,7 +90,7 @@ def _resolve(config: QuantConfig | str | None, recipe: str | None, overrides: Ma
     if recipe is not None:
         if not isinstance(recipe, str):
             raise TypeError(f"recipe={recipe!r} has type {type(recipe).__name__}: it must be a string")
-        config = QuantConfig.parse(recipe)
+        return QuantConfig.from_recipe(recipe, **overrides)
     if config is None:
         return QuantConfig(**overrides)
     return config.replace(**overrides) if overrides else config

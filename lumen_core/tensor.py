@@ -8,7 +8,7 @@ import torch
 
 from lumen_core import casts
 from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
-from lumen_core.formats import ElementFormat
+from lumen_core.formats import E8M0_DTYPE, ElementFormat
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,14 @@ class QuantizedTensor:
             data = casts.pack_fp4(casts.unpack_fp4(self.data, columns).t())
         else:
             data = self.data.t().contiguous()
-        scale = self.scale if self.block == TENSOR_BLOCK else self.scale.t().contiguous()
+        scale = self.scale if self.block == TENSOR_BLOCK else _transpose_scale(self.scale)
         return replace(self, data=data, scale=scale, shape=(columns, rows))
+
+
+def _transpose_scale(scale: torch.Tensor) -> torch.Tensor:
+    if scale.dtype == E8M0_DTYPE:  # a byte copy: compilers have no arithmetic for this dtype
+        return scale.view(torch.uint8).t().contiguous().view(E8M0_DTYPE)
+    return scale.t().contiguous()
 
 
 def quantize(

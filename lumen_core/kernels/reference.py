@@ -36,9 +36,9 @@ def matmul_bf16(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> tor
     On a CPU, where bf16 products are slow, the rounded operands are multiplied in fp32: the same products.
     """
     dtype = torch.float16 if a.dtype == b.dtype == torch.float16 else torch.bfloat16
-    a, b = a.to(dtype), b.to(dtype)
     if a.device.type == "cpu":
-        return (a.float() @ b.float().t()).to(out_dtype)
+        return (_rounded(a, dtype) @ _rounded(b, dtype).t()).to(out_dtype)
+    a, b = a.to(dtype), b.to(dtype)
     if out_dtype == torch.float32:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return (a @ b.t()).to(out_dtype)
@@ -46,3 +46,14 @@ def matmul_bf16(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> tor
 
 def _scale_leaves_sum(x: QuantizedTensor) -> bool:
     return x.block in (TENSOR_BLOCK, ROW_BLOCK)
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 values of `x` rounded to `dtype`."""
+    if dtype == torch.bfloat16 and x.dtype == torch.float32 and torch.compiler.is_compiling():
+        # The compiler drops a round trip through bf16 as needless; integer arithmetic rounds all the same. To nearest,
+        # ties to even; NaN keeps its quiet bit because its mantissa is not all ones in practice (0x7FC00000).
+        bits = x.contiguous().view(torch.int32)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return bits.view(torch.float32)
+    return x.to(dtype).to(torch.float32)
