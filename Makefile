@@ -14,7 +14,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 DEMO ?= experiment=demo
 
-.PHONY: demo test test-full lint format setup clean
+.PHONY: demo test test-full lint format docs setup clean
 .DEFAULT_GOAL := test
 
 setup: $(READY)
@@ -39,6 +39,10 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Documentation that the code generates.
+docs: $(READY)
+	$(BIN)/python -m lumen_core.options docs/options.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -138,6 +138,7 @@ class AdamW(torch.optim.Optimizer):
             if block is None:
                 state[key] = _like(param, torch.zeros_like(local, dtype=wide), tuple(param.shape))
                 continue
+            self._codec.qmap(local.device, key == "exp_avg")  # copied now: a step makes the host wait for nothing
             codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
             lines = (*local.shape[:-1], local.shape[-1] // block)
             state[key] = _like(param, codes, tuple(param.shape))
@@ -277,7 +278,11 @@ class AdamW(torch.optim.Optimizer):
             grad = self._gradient(param, target)
             gate = torch.zeros((), device=device) if skip is None else skip.to(device, non_blocking=True)
             lr = group["lr"]
-            lr = lr.to(device, torch.float32) if isinstance(lr, Tensor) else torch.full((), lr, device=device)
+            lr = (
+                lr.to(device, torch.float32, non_blocking=True)
+                if isinstance(lr, Tensor)
+                else torch.full((), lr, device=device)
+            )
             weight, moments, step = target, [], update
             if "exp_avg_scale" in state:
                 blocks = _local(state["exp_avg_scale"]).numel()

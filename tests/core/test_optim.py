@@ -397,6 +397,25 @@ def test_steps_around_a_skipped_one_are_those_of_a_run_without_it(device: torch.
     assert torch.equal(values(models[0]), values(models[1]))
 
 
+@pytest.mark.parametrize("state", ["fp32", "int8", "fp8"])
+def test_a_step_with_a_flag_makes_no_host_sync(device: torch.device, state: str) -> None:
+    models = [Net(torch.bfloat16, device), Net(torch.bfloat16, device)]
+    optimizers = [build_optimizer(m, state=state, **OPTIONS) for m in models]
+    set_skip_flag(optimizers[0], torch.zeros((), device=device))
+    for model, optimizer in zip(models, optimizers):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.5)
+        optimizer.step()  # compiles on a GPU
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(values(models[0]), values(models[1]))
+
+
 def test_skip_flag_on_torch_optimizers(device: torch.device) -> None:
     model = Net(device=device)
     optimizer = torch_adamw(model, fused=True)
