@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,9 @@ def export_checkpoint(checkpoint: str | os.PathLike[str], target: str | os.PathL
         raise ConfigError(f"{path}: {error}") from None
     model = empty_model(hf_config(cfg.model, tokenizer.vocab_size), _stored_dtype(path))
     allocate(model, "cpu")
-    load_model_weights(path, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is meant
+        load_model_weights(path, model)
     return export_model(model, target, tokenizer=tokenizer, source=cfg.model.path)
 
 

@@ -315,9 +315,7 @@ def test_an_experiment_sets_groups_and_the_command_line_wins() -> None:
 
 
 def test_model_sizes_are_those_published() -> None:
-    names = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
-    )
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
     for name, sizes in {
         "llama2_7b": (32000, 4096, 11008, 32, 32, 32),
         "llama2_13b": (32000, 5120, 13824, 40, 40, 40),

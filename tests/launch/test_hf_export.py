@@ -9,10 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lumen_core.quantize as quant
+from launch import loop
+from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, ModelConfig
 from launch.data.tokenizer import ByteTokenizer
 from launch.hf_export import export_model, full_state, main_export
 from launch.models import build_model
+from launch.nonfinite import NonFiniteError
+from launch.train import main
 from launch.validate import EXPORT_MARK
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -198,3 +202,63 @@ def test_the_program_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as stopped:
         main_export(["--help"])
     assert stopped.value.code == 0 and "checkpoint" in capsys.readouterr().out
+
+
+TINY = [
+    "model.hidden_size=32",
+    "model.intermediate_size=32",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=1",
+    "model.num_hidden_layers=1",
+    "train.seq_length=16",
+    "train.micro_batch_size=2",
+    "train.eval_batches=0",
+    "train.dtype=fp32",
+    "backend.device=cpu",
+]
+
+
+def test_the_main_job_exports_and_so_does_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("all work and no play " * 200)
+    words = [*TINY, "data.train=text.txt", "run_dir=run", "train.max_steps=2"]
+    assert main(words) == 0
+    assert not Path("out").exists()
+    assert main([*words, "export=out"]) == 0  # finished already: only the export is left to do
+    trained = stored(Path("out"))
+    assert main_export(["run", "again"]) == 0
+    again = stored(Path("again"))
+    assert trained.keys() == again.keys() and all(torch.equal(trained[k], again[k]) for k in trained)
+    assert "written: " in capsys.readouterr().out
+    words = [*TINY, "data.train=text.txt", "run_dir=more", "train.max_steps=3", "model.path=out", "export=out3"]
+    assert main(words) == 0
+    assert not torch.equal(stored(Path("out3"))["lm_head.weight"], trained["lm_head.weight"])
+    assert main_export(["run", "text.txt"]) == 2 and main_export(["more", "out"]) == 2
+    said = capsys.readouterr().err
+    assert "expected a directory, this is a file" in said and "another directory than model.path" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "more", "out", "out3", "run", "text.txt"]
+
+
+def test_the_main_job_names_failures_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").touch()
+    assert main([*TINY, "data.train=text.txt", "run_dir=run"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("lumen-train: ") and "Traceback" not in said
+
+    def fails(error: Exception) -> tuple[int, str]:
+        def run(cfg: object) -> None:
+            raise error
+
+        monkeypatch.setattr(loop, "run", run)
+        return main(["data.train=text.txt"]), capsys.readouterr().err
+
+    assert fails(NonFiniteError("too many", step=3, module="head")) == (1, "lumen-train: too many\n")
+    assert fails(CheckpointError("disk full")) == (1, "lumen-train: disk full\n")
+    monkeypatch.setenv("RANK", "1")
+    assert fails(CheckpointError("disk full")) == (1, "")
+    assert fails(ConfigError("no GPU here")) == (2, "lumen-train [rank 1]: no GPU here\n")
