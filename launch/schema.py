@@ -54,7 +54,8 @@ class Key:
 
     def _range(self) -> str:
         signs = {"low": ">=", "above": ">", "high": "<=", "below": "<"}
-        parts = [f"{sign} {self.limits[k]:g}" for k, sign in signs.items() if self.limits.get(k) is not None]
+        found = {sign: self.limits[k] for k, sign in signs.items() if self.limits.get(k) is not None}
+        parts = [f"{sign} {v:g}" if isinstance(v, float) else f"{sign} {v}" for sign, v in found.items()]
         return " " + " and ".join(parts) if parts else ""
 
 
