@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launch import schema
@@ -225,7 +225,7 @@ class Checkpointer:
         problem = None
         try:
             yield
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is a BaseException
             problem = f"{type(error).__name__}: {_first_cause(error)}"
         problems = [p for p in self.world.gather(problem) if p is not None]
         if problems:
@@ -377,6 +377,7 @@ def load_model_weights(path: str | os.PathLike[str], model: nn.Module) -> None:
     path = find_checkpoint(path)
     weights = _named("model", _model_tensors(model))
     _check_tensors(path, _saved_tensors(path), weights, "model/")
-    dcp.load(weights, storage_reader=FileSystemReader(path))
+    alone = not torch.distributed.is_initialized()
+    dcp.load(weights, storage_reader=FileSystemReader(path), no_dist=alone)
     if quant.is_enabled(model):
         quant.reset(model)

@@ -179,7 +179,7 @@ class Trainer:
             self.checkpoints.set_aside(after=-1)
             return None, Position(fingerprint=self.data.fingerprint)
         position = self.checkpoints.load(source, self.model, self.optimizer, other_recipe=explicit)
-        if position.fingerprint != self.data.fingerprint:
+        if any(self.world.gather(position.fingerprint != self.data.fingerprint)):  # a node may have other files
             raise ConfigError(
                 f"checkpoint {source}: the text of data.train={self.cfg.data.train} is no longer the one it was "
                 "trained on, so its position in the data means nothing; set checkpoint.resume=never or another run_dir"

@@ -13,7 +13,9 @@ from launch.report import METRICS, read_metrics
 def write_text(folder: Path) -> Path:
     """Twelve documents of made-up words, always the same; returns their folder."""
     folder = Path(folder) / "text"
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir():
+        return folder
+    folder.mkdir(parents=True)
     rng = random.Random(5)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(40)]
     for number in range(12):
