@@ -45,7 +45,12 @@ def create(folder: Path, torch_at: str | None) -> None:
     `--system-site-packages` shows the base interpreter's packages but not those of a virtual environment that
     is active now, hence the path file.
     """
-    venv.EnvBuilder(with_pip=True, system_site_packages=torch_at is not None).create(folder)
+    try:
+        venv.EnvBuilder(with_pip=True, system_site_packages=torch_at is not None).create(folder)
+    except subprocess.CalledProcessError:  # what a Debian Python without its venv package does
+        raise SystemExit(
+            f"bootstrap: {sys.executable} cannot put pip into {folder}; install its venv package (python3-venv)"
+        ) from None
     if torch_at is not None:
         own = next((folder / "lib").glob("python3.*/site-packages"))
         (own / "outer-torch.pth").write_text(torch_at + "\n")
@@ -61,17 +66,11 @@ def pip(python: str, *arguments: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the environment goes, for example .venv")
-    parser.add_argument(
-        "--torch", default="torch==2.13.0", help="installed when no torch is importable (%(default)s)"
-    )
-    parser.add_argument(
-        "--extras", default="train,test", help="extras of this package to install (%(default)s)"
-    )
+    parser.add_argument("--torch", default="torch==2.13.0", help="installed when no torch is importable (%(default)s)")
+    parser.add_argument("--extras", default="train,test", help="extras of this package to install (%(default)s)")
     arguments = parser.parse_args(argv)
     if sys.version_info < MINIMUM_PYTHON:
-        raise SystemExit(
-            f"bootstrap: Python {sys.version.split()[0]} is too old: 3.10 or newer (make PYTHON=...)"
-        )
+        raise SystemExit(f"bootstrap: Python {sys.version.split()[0]} is too old: 3.10 or newer (make PYTHON=...)")
 
     folder = arguments.folder.resolve()
     python = str(folder / "bin" / "python")
