@@ -121,7 +121,7 @@ def end_step(
     with torch.no_grad():
         current = torch.stack([s.current for s in states])
         if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # With NaN a maximum depends on the order of ranks in some backends; infinity does not, and is dropped below.
+            # With NaN a maximum depends on the order of ranks in some backends; infinity does not (dropped below).
             current = torch.nan_to_num(current, nan=float("inf"), posinf=float("inf"))
             torch.distributed.all_reduce(current, op=torch.distributed.ReduceOp.MAX, group=group)
         history = torch.stack([s.history for s in states])

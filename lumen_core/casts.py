@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from lumen_core.formats import E8M0_BIAS, E8M0_DTYPE, E8M0_NAN, ElementFormat, element_format
 from lumen_core.rounding import round_to_format, stochastic_noise
+from lumen_core.tracing import is_zero
 
 __all__ = [
     "convert_flavour",
@@ -294,7 +295,7 @@ def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     rows, columns = x.shape
     br, bc = block
     pad_rows, pad_columns = -rows % br, -columns % bc
-    if pad_rows or pad_columns:
+    if not (is_zero(pad_rows) and is_zero(pad_columns)):
         x = F.pad(x, (0, pad_columns, 0, pad_rows))
     if br == 1:
         return x.reshape(rows, (columns + pad_columns) // bc, bc)

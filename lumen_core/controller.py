@@ -24,8 +24,8 @@ _hook_handle: object | None = None
 class Controller:
     """Owns the scaling of one enabled model.
 
-    It lives in the model's `__dict__` and refers to the model, so that a deep copy or an unpickled model gets one of its
-    own, with histories of its own.
+    It lives in the model's `__dict__` and refers to the model, so that a deep copy or an unpickled model gets one of
+    its own, with histories of its own.
 
     Attributes:
         model: the module given to `enable`.

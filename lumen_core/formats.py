@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lumen_core.tracing import constant_when_traced
+
 FLAVOURS = ("ocp", "fnuz")
 
 # OCP MX v1.0, section 5.4.1: one byte, 2**(byte - 127); 255 is NaN.
@@ -100,7 +102,7 @@ def arch_of(device: torch.device | str) -> str:
     return f"sm_{major}{minor}"
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _device_flavour(device_type: str) -> str:
     # All devices of one process are of one architecture; the index is left out so that compiled graphs stay shared.
     return flavour_of(arch_of(device_type))

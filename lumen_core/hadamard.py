@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from lumen_core.rounding import mix32
+from lumen_core.tracing import is_zero
 
 HADAMARD_BLOCK = 32
 
 
 def _signs(seed: int, device: torch.device) -> torch.Tensor:
     index = torch.arange(HADAMARD_BLOCK, dtype=torch.int64, device=device)
-    return (mix32(index * 0x9E3779B1 + (mix32(seed) ^ 0x5BD1E995)) & 1).to(torch.float32) * 2 - 1
+    return (mix32(mix32(index) ^ mix32(seed + 0x5BD1E995)) & 1).to(torch.float32) * 2 - 1
 
 
 def _matrix(device: torch.device) -> torch.Tensor:
@@ -33,7 +34,7 @@ def _matrix(device: torch.device) -> torch.Tensor:
 def _blocks(x: torch.Tensor) -> torch.Tensor:
     pad = -x.shape[-1] % HADAMARD_BLOCK
     x = x.to(torch.float32)
-    x = F.pad(x, (0, pad)) if pad else x
+    x = x if is_zero(pad) else F.pad(x, (0, pad))
     return x.reshape(x.shape[0], x.shape[1] // HADAMARD_BLOCK, HADAMARD_BLOCK)
 
 

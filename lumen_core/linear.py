@@ -27,27 +27,28 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, config, state, record, out_dtype):
         operands = LinearOperands(config, x.device, state, record)
-        out = operands.fprop(x, weight, out_dtype)
-        saved_x = saved_scale = None
-        if ctx.needs_input_grad[1]:
-            saved_x, saved_scale = operands.save_activation(x)
-        ctx.save_for_backward(saved_x, saved_scale, weight)
+        out, saved, scale = operands.forward(x, weight, out_dtype, ctx.needs_input_grad[1])
+        ctx.save_for_backward(saved, scale, weight)
         ctx.operands = operands
         ctx.x_dtype = x.dtype
-        ctx.x_shape = tuple(x.shape)
+        ctx.x_shape = (x.shape[0], x.shape[1])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        saved_x, saved_scale, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
+        saved, scale, weight = ctx.saved_tensors
         with torch.autocast(grad_output.device.type, enabled=False):
-            gradient = ctx.operands.gradient(grad_output)
-            if ctx.needs_input_grad[0]:
-                grad_x = gradient.dgrad(weight, ctx.x_dtype)
-            if ctx.needs_input_grad[1]:
-                grad_weight = gradient.wgrad(saved_x, saved_scale, ctx.x_shape, weight.dtype)
+            grad_x, grad_weight = ctx.operands.backward(
+                grad_output,
+                weight,
+                saved,
+                scale,
+                ctx.x_shape,
+                ctx.x_dtype,
+                needs_dgrad=ctx.needs_input_grad[0],
+                needs_wgrad=ctx.needs_input_grad[1],
+            )
         return grad_x, grad_weight, None, None, None, None
 
 

@@ -9,8 +9,8 @@ import torch
 from lumen_core.amax import GRADIENT, INPUT, WEIGHT, ScalingState
 from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
 from lumen_core.config import QuantConfig
-from lumen_core.formats import ElementFormat, element_format, resolve_flavour
-from lumen_core.hadamard import hadamard
+from lumen_core.formats import element_format, resolve_flavour
+from lumen_core.hadamard import HADAMARD_BLOCK, hadamard
 from lumen_core.kernels import registry
 from lumen_core.kernels.reference import matmul_bf16
 from lumen_core.rounding import stochastic_noise
@@ -22,6 +22,8 @@ _DGRAD_STREAM, _WGRAD_STREAM = 0, 1
 
 class LinearOperands:
     """Quantizes the operands of one forward and its backward, and multiplies them.
+
+    Holds no tensor and changes nothing of its own, so that `torch.compile` can trace through it.
 
     Args:
         config: the recipe.
@@ -37,53 +39,173 @@ class LinearOperands:
         self.flavour = resolve_flavour(config.flavour, device)
         self.state = state
         self.record = record
+        self.low_wgrad = config.wgrad == "low" and config.quantize_activation
 
-    # --- forward ------------------------------------------------------------------------------------------------------
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, needs_wgrad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """fprop, and what wgrad needs of the activation.
 
-    def fprop(self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """`x @ weight.T`: `[M, K] x [N, K] -> [M, N]`."""
-        if self.config.fprop == "bf16":
-            return matmul_bf16(x, weight, out_dtype)
-        quantized = self._weight(weight)
-        if not self.config.quantize_activation:
-            return matmul_bf16(x, quantized.dequantize(x.dtype), out_dtype)
-        return registry.gemm(self._activation(x), quantized, out_dtype, fast_accum=self.config.fast_accum)
+        Args:
+            x: `[M, K]`.
+            weight: `[N, K]`.
+            needs_wgrad: whether the weight will get a gradient; without one nothing of x is kept.
 
-    def save_activation(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What wgrad needs of the activation: codes and scale where the recipe allows, else `x` and None."""
-        if self._wgrad_is_low and self.config.low_precision_activations:
-            saved = self._activation_for_wgrad(x)
-            return saved.data, saved.scale
-        return x, None
+        Returns:
+            `x @ weight.T` `[M, N]`; then codes and scale of the activation where the recipe allows, x itself and None
+            where it does not, or None twice.
+        """
+        config = self.config
+        low_fprop = config.fprop == "low"
+        keep_codes = needs_wgrad and self.low_wgrad and config.low_precision_activations
+        one_cast = config.activation_block == TENSOR_BLOCK  # fprop and wgrad multiply the same codes
+        quantized = None
+        if config.quantize_activation and (low_fprop or (keep_codes and one_cast)):
+            quantized = self._activation(x)
 
-    # --- backward -----------------------------------------------------------------------------------------------------
+        if not low_fprop:
+            out = matmul_bf16(x, weight, out_dtype)
+        elif quantized is None:
+            out = matmul_bf16(x, self._weight(weight).dequantize(x.dtype), out_dtype)
+        else:
+            out = registry.gemm(quantized, self._weight(weight), out_dtype, fast_accum=config.fast_accum)
 
-    def gradient(self, grad: torch.Tensor) -> GradientOperands:
-        """Operands of the backward GEMMs for one output gradient `[M, N]`."""
-        return GradientOperands(self, grad)
+        if not keep_codes:
+            return out, (x if needs_wgrad else None), None
+        saved = quantized if one_cast else self._activation_for_wgrad(x)
+        return out, saved.data, saved.scale
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        saved: torch.Tensor | None,
+        saved_scale: torch.Tensor | None,
+        x_shape: tuple[int, int],
+        x_dtype: torch.dtype,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dgrad `[M, K]` in `x_dtype` and wgrad `[N, K]` in the weight's dtype, each where it is needed.
+
+        Args:
+            grad: `[M, N]`.
+            weight: `[N, K]`.
+            saved, saved_scale: as `forward` gave them.
+            x_shape: `(M, K)`.
+        """
+        config = self.config
+        key = self.state.next_key() if config.stochastic_rounding and self.state is not None else config.seed
+        low_dgrad = config.dgrad == "low" and config.quantize_activation
+        shared = None  # one cast serves both GEMMs where the whole tensor has one scale
+        if config.gradient_block == TENSOR_BLOCK and ((needs_dgrad and low_dgrad) or (needs_wgrad and self.low_wgrad)):
+            shared = self._gradient(grad, key, _DGRAD_STREAM)
+
+        grad_x = grad_weight = None
+        if needs_dgrad:
+            if low_dgrad:
+                grad_x = self._low_dgrad(grad, weight, shared, key, x_dtype)
+            elif config.dgrad == "low":
+                grad_x = matmul_bf16(grad, self._weight_for_dgrad(weight).dequantize(grad.dtype), x_dtype)
+            else:
+                grad_x = matmul_bf16(grad, weight.t(), x_dtype)
+        if needs_wgrad:
+            if self.low_wgrad:
+                x = self._saved_activation(saved, saved_scale, x_shape)
+                grad_weight = self._low_wgrad(grad, x, shared, key, weight.dtype)
+            else:
+                grad_weight = matmul_bf16(grad.t(), saved.t(), weight.dtype)
+        return grad_x, grad_weight
+
+    # --- the backward GEMMs -------------------------------------------------------------------------------------------
+
+    def _low_dgrad(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        shared: QuantizedTensor | None,
+        key: torch.Tensor | int,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        if self.config.weight_block == ROW_BLOCK:
+            # dx = Q(g diag(s)) W_q: the row scales s lie along N, which dgrad contracts, where no row-wise GEMM can
+            # apply them. They move into the gradient before it is quantized per token: one copy of the weight serves.
+            rows = self._weight(weight)
+            folded = self._gradient(grad.to(torch.float32) * rows.scale.t(), key, _DGRAD_STREAM)
+            codes = replace(rows, scale=torch.ones((), device=weight.device), block=TENSOR_BLOCK)
+            return registry.gemm(folded, codes.transpose(), out_dtype)
+        if shared is None:
+            shared = self._gradient(grad, key, _DGRAD_STREAM)
+        return registry.gemm(shared, self._weight_for_dgrad(weight), out_dtype)
+
+    def _low_wgrad(
+        self,
+        grad: torch.Tensor,
+        x: QuantizedTensor,
+        shared: QuantizedTensor | None,
+        key: torch.Tensor | int,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        if shared is not None:
+            return registry.gemm(shared.transpose(), x.transpose(), out_dtype)
+        return registry.gemm(self._gradient(self._rotate(grad.t()), key, _WGRAD_STREAM), x, out_dtype)
 
     # --- operands -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _wgrad_is_low(self) -> bool:
-        return self.config.wgrad == "low" and self.config.quantize_activation
+    def _activation(self, x: torch.Tensor) -> QuantizedTensor:
+        config = self.config
+        return self._quantize(x, config.activation_format, config.activation_block, INPUT)
 
-    @property
-    def _dgrad_is_low(self) -> bool:
-        return self.config.dgrad == "low"
+    def _activation_for_wgrad(self, x: torch.Tensor) -> QuantizedTensor:
+        """The activation as wgrad multiplies it, `[K, M]`; for one scale a tensor the codes as fprop has them."""
+        if self.config.activation_block == TENSOR_BLOCK:
+            return self._activation(x)
+        return self._activation(self._rotate(x.t()))
 
-    def _quantize(
-        self,
-        x: torch.Tensor,
-        fmt: ElementFormat,
-        block: tuple[int, int],
-        amax: torch.Tensor | None = None,
-        noise: torch.Tensor | None = None,
+    def _saved_activation(
+        self, saved: torch.Tensor, scale: torch.Tensor | None, x_shape: tuple[int, int]
     ) -> QuantizedTensor:
         config = self.config
+        if scale is None:
+            return self._activation_for_wgrad(saved)
+        fmt = element_format(config.activation_format, self.flavour)
+        m, k = x_shape
+        if config.hadamard:
+            m += -m % HADAMARD_BLOCK
+        shape = (m, k) if config.activation_block == TENSOR_BLOCK else (k, m)
+        return QuantizedTensor(saved, scale, fmt, config.activation_block, shape)
+
+    def _weight(self, weight: torch.Tensor) -> QuantizedTensor:
+        """The weight as fprop multiplies it, `[N, K]`."""
+        return self._quantize(weight, self.config.weight_format, self.config.weight_block, WEIGHT)
+
+    def _weight_for_dgrad(self, weight: torch.Tensor) -> QuantizedTensor:
+        """The weight as dgrad multiplies it, `[K, N]`, blocked along N."""
+        rows, columns = self.config.weight_block
+        if rows == columns:
+            return self._weight(weight).transpose()
+        if self.config.dgrad_weight == "from_rows":
+            weight = self._weight(weight).dequantize()
+        return self._weight(weight.t())
+
+    def _gradient(self, grad: torch.Tensor, key: torch.Tensor | int, stream: int) -> QuantizedTensor:
+        config = self.config
+        noise = None
+        if config.stochastic_rounding:
+            noise = stochastic_noise((grad.shape[0], grad.shape[1]), key, grad.device, stream)
+        return self._quantize(grad, config.gradient_format, config.gradient_block, GRADIENT, noise)
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        return hadamard(x, self.config.seed) if self.config.hadamard else x
+
+    def _quantize(
+        self, x: torch.Tensor, name: str, block: tuple[int, int], role: int, noise: torch.Tensor | None = None
+    ) -> QuantizedTensor:
+        config = self.config
+        amax = self.state.amax(role, x, self.record) if config.scaling == "delayed" else None
         return quantize(
             x,
-            fmt,
+            element_format(name, self.flavour),
             block,
             mx=config.is_mx,
             rounding=config.scale_rounding,
@@ -92,135 +214,3 @@ class LinearOperands:
             amax=amax,
             noise=noise,
         )
-
-    def _format(self, name: str) -> ElementFormat:
-        return element_format(name, self.flavour)
-
-    def _amax(self, role: int, x: torch.Tensor) -> torch.Tensor | None:
-        if self.config.scaling != "delayed":
-            return None
-        return self.state.amax(role, x, self.record)
-
-    def _activation(self, x: torch.Tensor) -> QuantizedTensor:
-        config = self.config
-        return self._quantize(x, self._format(config.activation_format), config.activation_block, self._amax(INPUT, x))
-
-    def _activation_for_wgrad(self, x: torch.Tensor) -> QuantizedTensor:
-        """The activation as wgrad multiplies it, `[K, M]`; for one scale a tensor the codes as fprop has them."""
-        if self.config.activation_block == TENSOR_BLOCK:
-            return self._activation(x)
-        return self._activation(self._rotate(x.t()))
-
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
-        return hadamard(x, self.config.seed) if self.config.hadamard else x
-
-    def _weight(self, weight: torch.Tensor) -> QuantizedTensor:
-        """The weight as fprop multiplies it, `[N, K]`."""
-        config = self.config
-        return self._quantize(
-            weight, self._format(config.weight_format), config.weight_block, self._amax(WEIGHT, weight)
-        )
-
-    def weight_for_dgrad(self, weight: torch.Tensor) -> QuantizedTensor:
-        """The weight as dgrad multiplies it, `[K, N]`, blocked along N."""
-        quantized_rows = None
-        if self.config.weight_block[0] == self.config.weight_block[1]:
-            return self._weight(weight).transpose()
-        if self.config.dgrad_weight == "from_rows":
-            quantized_rows = self._weight(weight)
-            weight = quantized_rows.dequantize()
-        return self._weight(weight.t())
-
-
-class GradientOperands:
-    """One output gradient `[M, N]`, quantized as dgrad and wgrad need it."""
-
-    def __init__(self, operands: LinearOperands, grad: torch.Tensor) -> None:
-        config = operands.config
-        self.operands = operands
-        self.grad = grad
-        self.key = operands.state.next_key() if config.stochastic_rounding and operands.state else config.seed
-        self.per_tensor = config.gradient_block == TENSOR_BLOCK
-        self._shared: QuantizedTensor | None = None
-
-    @property
-    def _fmt(self) -> ElementFormat:
-        return self.operands._format(self.operands.config.gradient_format)
-
-    def dgrad(self, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """`grad @ weight`: `[M, N] x [N, K] -> [M, K]`."""
-        operands = self.operands
-        if not operands._dgrad_is_low:
-            return matmul_bf16(self.grad, weight.t(), out_dtype)
-        if not operands.config.quantize_activation:
-            return matmul_bf16(self.grad, operands.weight_for_dgrad(weight).dequantize(self.grad.dtype), out_dtype)
-        if operands.config.weight_block == ROW_BLOCK:
-            grad, weight_codes = self._fold_row_scales(weight)
-            return registry.gemm(grad, weight_codes, out_dtype)
-        grad = self._per_tensor() if self.per_tensor else self._quantize(self.grad, _DGRAD_STREAM)
-        return registry.gemm(grad, operands.weight_for_dgrad(weight), out_dtype)
-
-    def wgrad(
-        self,
-        saved: torch.Tensor,
-        scale: torch.Tensor | None,
-        x_shape: tuple[int, int],
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """`grad.T @ x`: `[N, M] x [M, K] -> [N, K]`.
-
-        Args:
-            saved, scale: as `LinearOperands.save_activation` gave them.
-            x_shape: `(M, K)`.
-        """
-        operands = self.operands
-        if not operands._wgrad_is_low:
-            return matmul_bf16(self.grad.t(), saved.t(), out_dtype)
-        x = self._saved_activation(saved, scale, x_shape)
-        if self.per_tensor:
-            return registry.gemm(self._per_tensor().transpose(), x.transpose(), out_dtype)
-        grad = self._quantize(operands._rotate(self.grad.t()), _WGRAD_STREAM)
-        return registry.gemm(grad, x, out_dtype)
-
-    def _saved_activation(
-        self, saved: torch.Tensor, scale: torch.Tensor | None, x_shape: tuple[int, int]
-    ) -> QuantizedTensor:
-        operands = self.operands
-        config = operands.config
-        if scale is None:
-            return operands._activation_for_wgrad(saved)
-        m, k = x_shape
-        if config.hadamard:
-            m += -m % 32
-        shape = x_shape if config.activation_block == TENSOR_BLOCK else (k, m)
-        fmt = operands._format(config.activation_format)
-        return QuantizedTensor(saved, scale, fmt, config.activation_block, shape)
-
-    def _noise(self, shape: torch.Size, stream: int) -> torch.Tensor | None:
-        if not self.operands.config.stochastic_rounding:
-            return None
-        return stochastic_noise((shape[0], shape[1]), self.key, self.grad.device, stream)
-
-    def _quantize(self, grad: torch.Tensor, stream: int) -> QuantizedTensor:
-        block = self.operands.config.gradient_block
-        return self.operands._quantize(grad, self._fmt, block, noise=self._noise(grad.shape, stream))
-
-    def _per_tensor(self) -> QuantizedTensor:
-        """One cast serves both GEMMs where the whole tensor has one scale."""
-        if self._shared is None:
-            amax = self.operands._amax(GRADIENT, self.grad)
-            noise = self._noise(self.grad.shape, _DGRAD_STREAM)
-            self._shared = self.operands._quantize(self.grad, self._fmt, TENSOR_BLOCK, amax, noise)
-        return self._shared
-
-    def _fold_row_scales(self, weight: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Row-wise weights: `dx = Q(g diag(s)) W_q`, so that the one copy of the weight serves dgrad too.
-
-        The row scale s lies along N, which dgrad contracts, where no row-wise GEMM can apply it: it moves into the
-        gradient before that is quantized per token.
-        """
-        rows = self.operands._weight(weight)
-        grad = self._quantize(self.grad.to(torch.float32) * rows.scale.t(), _DGRAD_STREAM)
-        ones = torch.ones((), device=weight.device)
-        unscaled = replace(rows, scale=ones, block=TENSOR_BLOCK)
-        return grad, unscaled.transpose()

@@ -144,8 +144,8 @@ def _the_controller(model: torch.nn.Module) -> Controller:
 def state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Scaling state to save beside the model: amax histories and rounding counters.
 
-    Empty for recipes that carry nothing from step to step. It is separate because `model.state_dict()` must keep exactly
-    the original keys. Tensors are copies, replicated over ranks, so that it loads at any world size.
+    Empty for recipes that carry nothing from step to step. It is separate because `model.state_dict()` must keep
+    exactly the original keys. Tensors are copies, replicated over ranks, so that it loads at any world size.
 
     Returns:
         `{"<module name>.<tensor>": tensor}`.

@@ -53,7 +53,8 @@ def stochastic_noise(
     if not isinstance(key, torch.Tensor):
         key = torch.full((), key & 0x7FFFFFFFFFFFFFFF, dtype=torch.int64, device=device)
     seed = mix32(mix32(key) ^ mix32((key >> 32) + stream * _GOLDEN))
-    rows = mix32(torch.arange(shape[0], dtype=torch.int64, device=device) * _GOLDEN + seed)
-    columns = torch.arange(shape[1], dtype=torch.int64, device=device) * _GOLDEN
-    bits = mix32(rows[:, None] + columns[None, :])
+    # Every product starts from a masked value: compilers may hold a bare index in 32 bits.
+    rows = mix32(torch.arange(shape[0], dtype=torch.int64, device=device)) ^ seed
+    columns = mix32(torch.arange(shape[1], dtype=torch.int64, device=device)) * _GOLDEN
+    bits = mix32(mix32(rows)[:, None] + columns[None, :])
     return (bits >> 8).to(torch.float32) * 2.0**-24

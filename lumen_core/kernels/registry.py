@@ -20,6 +20,7 @@ from lumen_core.formats import element_format, resolve_flavour
 from lumen_core.kernels import reference, scaled_mm
 from lumen_core.kernels.query import GemmQuery
 from lumen_core.tensor import QuantizedTensor
+from lumen_core.tracing import constant_when_traced
 
 ENVIRONMENT = "LUMEN_KERNELS"
 
@@ -54,7 +55,7 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 }
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def _forced(op: str) -> str | None:
     return parse_override(os.environ.get(ENVIRONMENT, "")).get(op)
 

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
+from lumen_core.formats import resolve_flavour
 from lumen_core.kernels.query import GemmQuery
 from lumen_core.tensor import QuantizedTensor
+from lumen_core.tracing import constant_when_traced, is_zero
 
 _ALIGNMENT = 16  # elements; both libraries refuse other sizes of the two matrix dimensions they check
+_CPU_SUPPORT: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype], bool] = {}
+
+
+@constant_when_traced
+def _runs_on_cpu(a: torch.dtype, b: torch.dtype, row: bool, out_dtype: torch.dtype) -> bool:
+    """Tried on a tiny product: which dtypes and scales the CPU kernel takes differs by torch version and processor."""
+    key = (a, b, row, out_dtype)
+    if key not in _CPU_SUPPORT:
+        scale = torch.ones(16, 1) if row else torch.ones(())
+        left, right = torch.ones(16, 16).to(a), torch.ones(16, 16).to(b)
+        try:
+            out = torch._scaled_mm(left, right.t(), scale_a=scale, scale_b=scale.t(), out_dtype=out_dtype)
+            _CPU_SUPPORT[key] = bool((out == 16).all())
+        except (RuntimeError, ValueError, NotImplementedError):
+            _CPU_SUPPORT[key] = False
+    return _CPU_SUPPORT[key]
 
 
 def unsupported(q: GemmQuery) -> str | None:
@@ -20,9 +39,15 @@ def unsupported(q: GemmQuery) -> str | None:
     if q.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"output dtype {q.out_dtype}"
     if q.device_type == "cpu":
-        return None
-    if q.k % _ALIGNMENT or q.n % _ALIGNMENT:
-        return f"K={q.k} and N={q.n} must be multiples of {_ALIGNMENT}"
+        row = ROW_BLOCK in (q.a_block, q.b_block)
+        return None if _runs_on_cpu(q.a_fmt.dtype, q.b_fmt.dtype, row, q.out_dtype) else "not in this torch's CPU build"
+    for fmt in (q.a_fmt, q.b_fmt):
+        if torch.version.hip is None and fmt.flavour == "fnuz":
+            return "FNUZ elements on an NVIDIA device"
+        if torch.version.hip is not None and fmt.flavour != resolve_flavour("auto", torch.device("cuda")):
+            return f"{fmt.flavour.upper()} elements on this device"
+    if q.n % _ALIGNMENT:
+        return f"N={q.n} must be a multiple of {_ALIGNMENT}"
     if q.a_fmt.name == q.b_fmt.name == "e5m2":
         return "E5M2 x E5M2 has no kernel"
     return None
@@ -34,6 +59,7 @@ def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_ac
     Args:
         fast_accum: let NVIDIA's tensor cores keep fewer bits of the running sum.
     """
+    a_data, b_data = _fill_contraction(a.data), _fill_contraction(b.data)
     scale_a, scale_b = a.scale, b.scale
     dtype = out_dtype
     if a.block == ROW_BLOCK or b.block == ROW_BLOCK:
@@ -43,11 +69,21 @@ def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_ac
         scale_b = scale_b.t()
         dtype = torch.bfloat16 if a.data.is_cuda else out_dtype
     out = torch._scaled_mm(
-        a.data,
-        b.data.t(),
+        a_data,
+        b_data.t(),
         scale_a=scale_a,
         scale_b=scale_b,
         out_dtype=dtype,
         use_fast_accum=fast_accum and a.data.is_cuda and torch.version.hip is None,
     )
     return out.to(out_dtype)
+
+
+def _fill_contraction(codes: torch.Tensor) -> torch.Tensor:
+    """Zero codes up to the next aligned size: they add nothing, and an odd token count keeps the fast kernel."""
+    if codes.device.type == "cpu":
+        return codes
+    pad = -codes.shape[1] % _ALIGNMENT
+    if is_zero(pad):
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, pad)).view(codes.dtype)
