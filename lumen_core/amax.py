@@ -22,6 +22,7 @@ ROLES = ("input", "weight", "gradient")
 
 # `current` holds this where no pass of the running step has seen the tensor.
 _NOT_SEEN = -1.0
+_COUNT_MASK = 0xFFFFFFFF
 
 
 class ScalingState:
@@ -31,16 +32,17 @@ class ScalingState:
         history: fp32 `[history_len, 3]`, newest entry last, 0 where there is none yet; columns are `ROLES`.
         current: fp32 `[3]`, largest amax seen in the running step.
         in_use: fp32 `[3]`, the amax that scales are taken from during this step; 0 means the tensor's own.
-        counter: int64 0-dim, gradient casts so far: the key of stochastic rounding.
-        base_key: integer that separates layers and ranks.
+        counter: int64 0-dim, the key of the next stochastic rounding: gradient casts so far in the low 32 bits, above
+            them a number that separates layers and ranks. (In one tensor, because compiled code treats a Python number
+            as a constant and would compile every layer again.)
     """
 
     def __init__(self, history_len: int, device: torch.device | str, base_key: int = 0) -> None:
-        self.base_key = base_key
+        self._base_key = base_key
         self.history = torch.zeros(history_len, len(ROLES), device=device)
         self.current = torch.full((len(ROLES),), _NOT_SEEN, device=device)
         self.in_use = torch.zeros(len(ROLES), device=device)
-        self.counter = torch.zeros((), dtype=torch.int64, device=device)
+        self.counter = torch.full((), base_key, dtype=torch.int64, device=device)
         self._weight_version: int | None = None
 
     @property
@@ -53,7 +55,7 @@ class ScalingState:
         if self.device == device:
             return
         if self.device.type == "meta":
-            self.__init__(self.history.shape[0], device, self.base_key)
+            self.__init__(self.history.shape[0], device, self._base_key)
             return
         for name in ("history", "current", "in_use", "counter"):
             setattr(self, name, getattr(self, name).to(device))
@@ -83,12 +85,20 @@ class ScalingState:
 
     def next_key(self) -> torch.Tensor:
         """A fresh 0-dim int64 key for one gradient's stochastic rounding."""
-        key = self.counter + self.base_key
+        key = self.counter.clone()
         self.counter.add_(1)
         return key
 
-    def refresh(self, algo: str) -> None:
-        """Choose `in_use` again after the history was written from outside."""
+    def set_count(self, counter: torch.Tensor) -> None:
+        """Continue counting from a saved counter, which may be another rank's: only its count is taken."""
+        self.counter.copy_((self.counter & ~_COUNT_MASK) | (counter & _COUNT_MASK))
+
+    def set_history(self, history: torch.Tensor, current: torch.Tensor, algo: str) -> None:
+        """Take over a saved history; one of another length gives its newest entries."""
+        keep = min(history.shape[0], self.history.shape[0])
+        self.history.zero_()
+        self.history[-keep:] = history[-keep:].to(self.device)
+        self.current.copy_(current)
         self.in_use.copy_(_chosen(self.history, algo))
 
     def reset(self, role: int | None = None) -> None:

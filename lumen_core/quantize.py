@@ -169,28 +169,23 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -
             f"{len(extra)} unexpected (first: {extra[:1]})"
         )
     with torch.no_grad():
-        for name, tensor in own.items():
-            value = state[name].to(tensor.device)
-            if name.endswith(".history") and value.shape[0] != tensor.shape[0]:
-                tensor.zero_()
-                keep = min(value.shape[0], tensor.shape[0])
-                tensor[-keep:] = value[-keep:]
-            else:
-                tensor.copy_(value)
-        for controller in controllers(model):
-            for _, scaling in controller.states():
-                scaling.refresh(controller.config.amax_algo)
+        for module, scaling in named_states(model):
+            saved = {name: state.get(_key(module, name)) for name in ("history", "current", "counter")}
+            if saved["history"] is not None:
+                scaling.set_history(saved["history"], saved["current"], _the_controller(model).config.amax_algo)
+            if saved["counter"] is not None:
+                scaling.set_count(saved["counter"].to(scaling.device))
 
 
 def _state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     config = _the_controller(model).config
     names = ("history", "current") if config.scaling == "delayed" else ()
     names += ("counter",) if config.stochastic_rounding else ()
-    return {
-        f"{module}.{name}" if module else name: getattr(state, name)
-        for module, state in named_states(model)
-        for name in names
-    }
+    return {_key(module, name): getattr(state, name) for module, state in named_states(model) for name in names}
+
+
+def _key(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def step_end(model: torch.nn.Module) -> None:

@@ -20,6 +20,15 @@ def constant_when_traced(fn: _Function) -> _Function:
     return fn
 
 
+def as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.to(dtype)` that leaves no trace where it changes nothing.
+
+    On torch 2.11 a conversion of an autograd function's output to the dtype it has already cuts its gradient in a
+    compiled graph: backward then gets zeros, with no error. 2.13 does not need this.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def is_zero(size: int) -> bool:
     """`size == 0`; for a traced, varying size only where that is certain, so that no graph is tied to it."""
     if not torch.compiler.is_compiling():

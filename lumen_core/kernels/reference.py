@@ -6,6 +6,7 @@ import torch
 
 from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK, decode
 from lumen_core.tensor import QuantizedTensor
+from lumen_core.tracing import as_dtype
 
 
 def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -17,8 +18,8 @@ def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torc
     if _scale_leaves_sum(a) and _scale_leaves_sum(b):
         product = decode(a.data, a.fmt, a.shape[1]) @ decode(b.data, b.fmt, b.shape[1]).t()
         scale = a.scale * (b.scale if b.block == TENSOR_BLOCK else b.scale.t())
-        return (product * scale).to(out_dtype)
-    return (a.dequantize() @ b.dequantize().t()).to(out_dtype)
+        return as_dtype(product * scale, out_dtype)
+    return as_dtype(a.dequantize() @ b.dequantize().t(), out_dtype)
 
 
 def gemm_dequantize_bf16(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -37,11 +38,11 @@ def matmul_bf16(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> tor
     """
     dtype = torch.float16 if a.dtype == b.dtype == torch.float16 else torch.bfloat16
     if a.device.type == "cpu":
-        return (_rounded(a, dtype) @ _rounded(b, dtype).t()).to(out_dtype)
+        return as_dtype(_rounded(a, dtype) @ _rounded(b, dtype).t(), out_dtype)
     a, b = a.to(dtype), b.to(dtype)
     if out_dtype == torch.float32:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return (a @ b.t()).to(out_dtype)
+    return as_dtype(a @ b.t(), out_dtype)
 
 
 def _scale_leaves_sum(x: QuantizedTensor) -> bool:

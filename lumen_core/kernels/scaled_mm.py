@@ -9,7 +9,7 @@ from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
 from lumen_core.formats import resolve_flavour
 from lumen_core.kernels.query import GemmQuery
 from lumen_core.tensor import QuantizedTensor
-from lumen_core.tracing import constant_when_traced, is_zero
+from lumen_core.tracing import as_dtype, constant_when_traced, is_zero
 
 _ALIGNMENT = 16  # elements; both libraries refuse other sizes of the two matrix dimensions they check
 _CPU_SUPPORT: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype], bool] = {}
@@ -76,7 +76,7 @@ def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_ac
         out_dtype=dtype,
         use_fast_accum=fast_accum and a.data.is_cuda and torch.version.hip is None,
     )
-    return out.to(out_dtype)
+    return as_dtype(out, out_dtype)
 
 
 def _fill_contraction(codes: torch.Tensor) -> torch.Tensor:
