@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from launch.attention import register_attention
 from launch.config import ConfigError, ModelConfig
 
 _BLOCK = 1 << 20  # values drawn from one generator; part of what a seed means, so never change it
@@ -105,7 +106,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_attention())
 
 
 def _ready(built: nn.Module) -> nn.Module:
@@ -139,7 +140,7 @@ def _pretrained(path: str, config: Any, dtype: torch.dtype) -> nn.Module:
             Path(path).expanduser(),
             config=config,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=register_attention(),
             local_files_only=True,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # to be reported below like the others

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from launch.attention import NAME as ATTENTION
 from launch.data.batches import Batch
 
 
@@ -45,7 +46,7 @@ def model_inputs(batch: Batch, *, attention: str = "sdpa", dtype: torch.dtype = 
     if batch.document_ids is None:
         return inputs
     inputs["position_ids"] = batch.position_ids
-    if attention == "sdpa":
+    if attention in ("sdpa", ATTENTION):
         inputs["attention_mask"] = block_diagonal_mask(batch.document_ids)
     elif attention == "eager":
         inputs["attention_mask"] = block_diagonal_mask(batch.document_ids, dtype)

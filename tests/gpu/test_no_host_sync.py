@@ -2,43 +2,44 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lumen_core.quantize as quant
+from launch.config import ModelConfig
+from launch.models import build_model
 from lumen_core.config import RECIPES
+from lumen_core.optim import build_optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="synchronisation is a property of a GPU stream")
 
 
-def _model() -> LlamaForCausalLM:
-    config = LlamaConfig(
+def _model(dtype: torch.dtype) -> torch.nn.Module:
+    sizes = ModelConfig(
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=256,
         max_position_embeddings=128,
-        attn_implementation="sdpa",
-        use_cache=False,
     )
-    return LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    return build_model(sizes, 256, 64, dtype=dtype, device="cuda", seed=0)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_forward_backward_and_optimizer_step_do_not_synchronise(recipe: str, fused: bool) -> None:
-    model = quant.enable(_model(), recipe=recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-    hidden = torch.randn(2, 64, 128, device="cuda", dtype=torch.bfloat16)
-    positions = torch.arange(64, device="cuda")[None]
+@pytest.mark.parametrize("optimizer", ["torch-foreach", "torch-fused", "ours"])
+def test_forward_backward_and_optimizer_step_do_not_synchronise(recipe: str, optimizer: str) -> None:
+    model = quant.enable(_model(torch.bfloat16), recipe=recipe)
+    if optimizer == "ours":
+        stepper = build_optimizer(model, lr=1e-3)
+    else:
+        stepper = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=optimizer == "torch-fused")
+    tokens = torch.randint(0, 256, (2, 64), device="cuda")
 
     def step() -> torch.Tensor:
-        out = model.model(inputs_embeds=hidden, position_ids=positions).last_hidden_state
-        loss = model.lm_head(out).float().square().mean()
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepper.step()
+        stepper.zero_grad()
         return loss
 
     first = step()  # lazy allocations and library handles may synchronise once

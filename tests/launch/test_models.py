@@ -62,7 +62,7 @@ def test_parameter_counts_are_those_published(name: str, count: int) -> None:
 @pytest.mark.parametrize("config", [DENSE, MOE, QWEN3], ids=lambda c: c.architecture)
 def test_trains_on_every_device(config: ModelConfig, device: torch.device) -> None:
     model = build_model(config, 64, 32, device=device, seed=3)
-    assert model.training and not model.config.use_cache and model.config._attn_implementation == "sdpa"
+    assert model.training and not model.config.use_cache and model.config._attn_implementation == "lumen_sdpa"
     ids = torch.randint(0, 64, (2, 32), device=device)
     output = model(ids, use_cache=False)
     loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
