@@ -290,15 +290,16 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
-        self._flush()
         train = self.cfg.train
         # As many samples whatever the split into micro-batches and ranks.
         limit = train.eval_batches * (train.global_batch_size // (train.micro_batch_size * self.world.size))
+        if limit == 0 or len(self.data.validation) == 0:
+            return
+        self._flush()
+        batches = self.data.validation.batches(limit)
+        self.validation_loss = evaluate(self.step.forward, batches, self.world).item()
         self.position.evaluated = self.position.step
-        if limit and len(self.data.validation):
-            batches = self.data.validation.batches(limit)
-            self.validation_loss = evaluate(self.step.forward, batches, self.world).item()
-            self.reporter.evaluation(self.position.step, self.validation_loss)
+        self.reporter.evaluation(self.position.step, self.validation_loss)
         self.clock = time.perf_counter()
 
     def _save(self, *, needed: bool) -> None:

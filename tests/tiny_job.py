@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from launch.config import DataConfig, ModelConfig, TrainConfig, TrainLoopConfig
+from launch.config import BackendConfig, DataConfig, ModelConfig, TrainConfig, TrainLoopConfig
 from launch.report import METRICS, read_metrics
 
 
@@ -47,6 +47,7 @@ def tiny_job(folder: Path | str, **changes: Any) -> TrainConfig:
             eval_batches=2,
             log_interval=3,
         ),
+        backend=BackendConfig(device="cpu"),
         run_dir=str(folder / "run"),
     )
     cfg.optim.lr, cfg.optim.warmup_steps = 3e-3, 2

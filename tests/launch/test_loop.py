@@ -44,8 +44,10 @@ def weights(cfg: TrainConfig) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_a_run_learns_and_leaves_its_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cfg = tiny_job(tmp_path, train__max_steps=20, train__eval_interval=8)
+def test_a_run_learns_and_leaves_its_records(
+    tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = tiny_job(tmp_path, train__max_steps=20, train__eval_interval=8, backend__device=device.type)
     result = loop.run(cfg)
     assert result.exit_code == 0 and result.steps == 20 and result.nonfinite_steps == 0
     assert result.validation_loss < 0.85 * result.first_validation_loss
@@ -53,15 +55,10 @@ def test_a_run_learns_and_leaves_its_records(tmp_path: Path, capsys: pytest.Capt
     rows = train_rows(cfg.run_dir)
     assert len(losses(cfg.run_dir)) == 20
     assert all(0 < r["tokens"] <= 4 * 32 and not r["skipped"] and r["grad_norm"] > 0 for r in rows)
-    assert [r["step"] for r in rows if "tokens_per_second" in r] == [3, 6, 8, 9, 12, 15, 16, 18, 20]
+    assert {3, 6, 9, 12, 15, 18, 20} <= {r["step"] for r in rows if r.get("tokens_per_second", 0) > 0}
     text = Path(result.summary).read_text()
-    for part in (
-        "| mxfp8 | 20 |",
-        "layers.1.mlp.down_proj",
-        "max_steps: 20",
-        f"torch: {torch.__version__}",
-        "loss.png",
-    ):
+    version = f"torch: {torch.__version__}"
+    for part in ("| mxfp8 | 20 |", "layers.1.mlp.down_proj", "max_steps: 20", version, "![loss curves](loss.png)"):
         assert part in text
     assert Path(result.plot).read_bytes().startswith(b"\x89PNG")
     assert any((Path(cfg.run_dir) / "tensorboard").iterdir())
@@ -78,8 +75,13 @@ def test_a_run_learns_and_leaves_its_records(tmp_path: Path, capsys: pytest.Capt
     ids=["delayed", "mxfp4 and 8-bit moments", "bf16 accumulated"],
 )
 def test_interrupted_twice_it_gives_the_curve_of_an_uninterrupted_run(
-    tmp_path: Path, interrupt_after: list[int], changes: dict, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    interrupt_after: list[int],
+    changes: dict,
+    device: torch.device,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    changes = changes | {"backend__device": device.type}
     whole = tiny_job(tmp_path, run_dir=str(tmp_path / "whole"), train__max_steps=11, **changes)
     loop.run(whole)
     parts = tiny_job(tmp_path, run_dir=str(tmp_path / "parts"), train__max_steps=11, **changes)
@@ -119,18 +121,17 @@ def test_a_crash_between_checkpoints_repeats_no_step(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp4"])
-def test_evaluation_and_logging_change_nothing(tmp_path: Path, recipe: str) -> None:
-    often = tiny_job(
-        tmp_path, run_dir=str(tmp_path / "often"), quant__recipe=recipe, train__eval_interval=1, train__log_interval=1
-    )
-    never = tiny_job(tmp_path, run_dir=str(tmp_path / "never"), quant__recipe=recipe, train__eval_batches=0)
+def test_evaluation_and_logging_change_nothing(tmp_path: Path, recipe: str, device: torch.device) -> None:
+    same = {"quant__recipe": recipe, "backend__device": device.type}
+    often = tiny_job(tmp_path, run_dir=str(tmp_path / "often"), train__eval_interval=1, train__log_interval=1, **same)
+    never = tiny_job(tmp_path, run_dir=str(tmp_path / "never"), train__eval_batches=0, **same)
     assert len(validation_losses(loop.run(often).run_dir)) == 9
     result = loop.run(never)
     assert result.validation_loss is None and validation_losses(never.run_dir) == {}
     assert losses(often.run_dir) == losses(never.run_dir)
 
 
-def test_recomputing_activations_changes_nothing(tmp_path: Path) -> None:
+def test_recomputing_activations_changes_nothing(tmp_path: Path, device: torch.device) -> None:
     runs = []
     for on in (False, True):
         cfg = tiny_job(
@@ -138,6 +139,7 @@ def test_recomputing_activations_changes_nothing(tmp_path: Path) -> None:
             run_dir=str(tmp_path / str(on)),
             quant__recipe="delayed",
             train__activation_checkpointing=on,
+            backend__device=device.type,
             train__eval_batches=0,
         )
         loop.run(cfg)
@@ -163,12 +165,71 @@ def test_recomputing_activations_changes_nothing(tmp_path: Path) -> None:
     ],
     ids=["tied", "experts", "unquantized", "bf16", "meta", "unpacked without validation"],
 )
-def test_variants_train(tmp_path: Path, changes: dict) -> None:
-    cfg = tiny_job(tmp_path, train__max_steps=12, train__eval_interval=0, **changes)
+def test_variants_train(tmp_path: Path, changes: dict, device: torch.device) -> None:
+    cfg = tiny_job(tmp_path, train__max_steps=12, train__eval_interval=0, backend__device=device.type, **changes)
     result = loop.run(cfg)
     curve = losses(cfg.run_dir)
     assert sum(curve[-3:]) < 0.95 * sum(curve[:3])
     assert (result.quantized_share > 0.5) == cfg.quant.enabled
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike(tmp_path: Path, device: torch.device) -> None:
+    runs = []
+    for on in (False, True):
+        cfg = tiny_job(
+            tmp_path,
+            run_dir=str(tmp_path / str(on)),
+            quant__recipe="mxfp8",
+            model__num_hidden_layers=1,
+            train__compile=on,
+            train__eval_batches=0,
+            train__activation_checkpointing=True,
+            backend__device=device.type,
+        )
+        loop.run(cfg)
+        runs.append(losses(cfg.run_dir))
+    assert runs[0] == pytest.approx(runs[1], rel=2e-3)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "mxfp8", "mxfp4"])
+def test_a_step_never_waits_for_the_device(tmp_path: Path, recipe: str, device: torch.device) -> None:
+    """The host looks at the device at the logging interval only: on CUDA any other look is an error."""
+    looks: list[int] = []
+    original_step, original_flush = loop.Trainer._one_step, loop.Trainer._flush
+
+    def one_step(self: loop.Trainer) -> torch.Tensor:
+        strict = device.type == "cuda" and self.position.step > 2  # the first steps compile and allocate
+        if strict:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original_step(self)
+        finally:
+            if strict:
+                torch.cuda.set_sync_debug_mode("default")
+
+    def flush(self: loop.Trainer) -> None:
+        if self.pending:
+            looks.append(self.position.step)
+        original_flush(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Trainer, "_one_step", one_step)
+        patch.setattr(loop.Trainer, "_flush", flush)
+        dtype = "bf16" if device.type == "cuda" else "fp32"
+        cfg = tiny_job(
+            tmp_path,
+            quant__recipe=recipe,
+            train__dtype=dtype,
+            train__micro_batch_size=2,
+            train__global_batch_size=4,
+            train__max_steps=10,
+            train__eval_batches=0,
+            checkpoint__interval=0,
+            backend__device=device.type,
+        )
+        loop.run(cfg)
+    assert looks == [3, 6, 9, 10]
 
 
 def test_the_split_into_micro_batches_does_not_matter(tmp_path: Path) -> None:

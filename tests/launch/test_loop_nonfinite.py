@@ -69,10 +69,11 @@ def spoil_gradient(name: str) -> Callable[[torch.nn.Module], object]:
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_a_bad_step_is_skipped_named_and_leaves_no_trace(
-    tmp_path: Path, at_steps: Callable, capsys: pytest.CaptureFixture[str], recipe: str
+    tmp_path: Path, at_steps: Callable, capsys: pytest.CaptureFixture[str], recipe: str, device: torch.device
 ) -> None:
     at_steps({5}, spoil_output("model.layers.1.mlp.up_proj", float("nan")))
-    cfg = tiny_job(tmp_path, quant__recipe=recipe, train__max_steps=14, checkpoint__interval=0)
+    changes = {"train__max_steps": 14, "checkpoint__interval": 0, "backend__device": device.type}
+    cfg = tiny_job(tmp_path, quant__recipe=recipe, **changes)
     result = loop.run(cfg)
     rows = train_rows(cfg.run_dir)
     assert [r["step"] for r in rows if r["skipped"]] == [5] and result.nonfinite_steps == 1
