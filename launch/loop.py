@@ -46,8 +46,12 @@ def run(cfg: TrainConfig) -> RunResult:
                 result = run_compare(cfg, world, stop)
             else:
                 result = train(cfg, world, stop)
-        if result.interrupted and world.is_main:
-            print(f"interrupted after step {result.steps}; to continue:\n  {resume_command(cfg.run_dir)}", flush=True)
+            if result.interrupted:
+                if world.is_main:
+                    command = resume_command(cfg.run_dir)
+                    print(f"interrupted after step {result.steps}; to continue:\n  {command}", flush=True)
+                # torchrun ends all ranks as soon as one has exited with an error: not before this was said.
+                world.gather(None)
         return result
 
 
