@@ -121,9 +121,7 @@ def e8m0_exponent(amax: np.ndarray, element: Element, rounding: str) -> np.ndarr
     elif rounding == "floor":
         result = exponent - 1 - element.emax
     elif rounding == "even":  # amax rounded to the element's significant bits, then as floor
-        carried = np.floor(np.ldexp(fraction, element.mantissa_bits + 1) + 0.5) >= 2 ** (
-            element.mantissa_bits + 1
-        )
+        carried = np.floor(np.ldexp(fraction, element.mantissa_bits + 1) + 0.5) >= 2 ** (element.mantissa_bits + 1)
         result = exponent - 1 - element.emax + carried
     else:
         raise ValueError(rounding)
@@ -185,8 +183,7 @@ def linear_reference(
     stochastic rounding, no Hadamard.
     """
     a, b, c = (
-        ELEMENTS[(name, flavour)]
-        for name in (config.activation_format, config.weight_format, config.gradient_format)
+        ELEMENTS[(name, flavour)] for name in (config.activation_format, config.weight_format, config.gradient_format)
     )
     square = config.weight_block[0] > 1
 

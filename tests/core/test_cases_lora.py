@@ -237,7 +237,9 @@ def test_b56_state_and_steps_under_lora(variant, device):
     state = quant.state_dict(first)
     if variant == "delayed":
         histories = [v for name, v in state.items() if name.endswith("history")]
-        assert len(histories) == 4 and all(((v != 0).sum(0) == 3).all() for v in histories)
+        assert len(histories) == 4 and all(((v != 0).sum(0)[:2] == 3).all() for v in histories)
+        # no gradient flows out of the first layer of a model whose embedding is frozen, so it has no gradient history
+        assert sorted(int((v != 0).sum(0)[2]) for v in histories) == [0, 3, 3, 3]
     other = both_orders(variant, device)[0]
     other.load_state_dict(first.state_dict())
     quant.load_state_dict(other, state)

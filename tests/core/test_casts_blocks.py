@@ -36,9 +36,7 @@ def sample(shape: tuple[int, int], dtype: torch.dtype, kind: str = "random") -> 
     return x.to(dtype)
 
 
-def check(
-    x: torch.Tensor, key: tuple[str, str], how: str | tuple[int, int], device: torch.device, **options
-) -> None:
+def check(x: torch.Tensor, key: tuple[str, str], how: str | tuple[int, int], device: torch.device, **options) -> None:
     """Scale equals fp32(amax)/max; each code is the nearest to x/scale, up to the last bit of that fp32 quotient.
 
     A product with 1/scale may differ from the quotient by an ulp or two, so a code may differ only where the exact
@@ -62,9 +60,7 @@ def check(
     if x.dtype == torch.float32:  # 16-bit inputs often are true ties
         assert (low != high).mean() <= 2e-3 + 1 / low.size
     decoded = casts.dequantize(codes, scale, fmt, quant_block(how), tuple(x.shape))
-    np.testing.assert_array_equal(
-        numpy_of(decoded), (value.astype(np.float32) * spread(got, block, exact.shape))
-    )
+    np.testing.assert_array_equal(numpy_of(decoded), (value.astype(np.float32) * spread(got, block, exact.shape)))
 
 
 def quant_block(how: str | tuple[int, int]) -> tuple[int, int]:

@@ -26,9 +26,7 @@ def formats(key: tuple[str, str]):
     return element_format(*key), ELEMENTS[key]
 
 
-def encoded(
-    x: np.ndarray, key: tuple[str, str], device: torch.device, noise: torch.Tensor | None = None
-) -> np.ndarray:
+def encoded(x: np.ndarray, key: tuple[str, str], device: torch.device, noise: torch.Tensor | None = None) -> np.ndarray:
     """Codes of fp32 values by the package, one integer a value."""
     fmt, element = formats(key)
     tensor = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).to(device).reshape(1, -1)
@@ -112,9 +110,7 @@ def test_random_values_over_the_whole_range_of_fp32(key, device):
 def test_saturates_instead_of_overflowing(key, device):
     element = ELEMENTS[key]
     top = np.float32(element.max)
-    x = np.array(
-        [top, np.nextafter(top, np.float32(np.inf)), top * 1.01, top * 1.1, top * 2, 1e30, 3.4e38, np.inf]
-    )
+    x = np.array([top, np.nextafter(top, np.float32(np.inf)), top * 1.01, top * 1.1, top * 2, 1e30, 3.4e38, np.inf])
     for sign in (1, -1):
         decoded = decode_codes(encoded(sign * x, key, device), element)
         np.testing.assert_array_equal(decoded, np.full(x.size, sign * element.max))
@@ -131,9 +127,7 @@ def test_nan_stays_nan(key, device):
 def test_signed_zero_and_underflow(key, device):
     element = ELEMENTS[key]
     smallest = 2.0 ** (element.emin - element.mantissa_bits)
-    x = np.array(
-        [0.0, -0.0, smallest / 2, -smallest / 2, smallest * 0.49, -smallest * 0.49, 1e-45, -1e-45], np.float32
-    )
+    x = np.array([0.0, -0.0, smallest / 2, -smallest / 2, smallest * 0.49, -smallest * 0.49, 1e-45, -1e-45], np.float32)
     got = encoded(x, key, device)
     if element.flavour == "fnuz":
         np.testing.assert_array_equal(got, 0)  # 0x80 is NaN there
@@ -157,12 +151,8 @@ def test_our_exact_rounding_agrees_with_ml_dtypes():
     """The fp64 reference that the MX tests stand on is itself checked."""
     rng = np.random.default_rng(1)
     for element in ELEMENTS.values():
-        x = (element.max * np.exp2(rng.uniform(-24, 0.5, 20_000)) * rng.choice([-1, 1], 20_000)).astype(
-            np.float32
-        )
-        np.testing.assert_array_equal(
-            round_exact(x, element), decode_codes(encode_saturating(x, element), element)
-        )
+        x = (element.max * np.exp2(rng.uniform(-24, 0.5, 20_000)) * rng.choice([-1, 1], 20_000)).astype(np.float32)
+        np.testing.assert_array_equal(round_exact(x, element), decode_codes(encode_saturating(x, element), element))
 
 
 # --- flavours (B65) ---------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """MX quantization: bit for bit against exact arithmetic everywhere, and against torchao wherever torchao is exact.
 
 torchao departs from exact arithmetic in two places, each pinned down by a test of its own below:
- 1. RCEIL takes `ceil(log2(amax / max))` in fp32. Just above a power of two log2 rounds down onto it, and the byte is one
-    too small: the block's largest values saturate, which `ceil` exists to prevent.
+ 1. RCEIL takes `ceil(log2(amax / max))` in fp32. Just above a power of two log2 rounds down onto it, and the byte is
+    one too small: the block's largest values saturate, which `ceil` exists to prevent.
  2. A block whose byte is 0 (scale 2**-127) is divided by 1 (RCEIL) or by 2**-126 (FLOOR, EVEN) instead of its scale.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from reference import ELEMENTS, bytes_of, mx_exact, numpy_of, raw_codes
+from reference import ELEMENTS, bytes_of, mx_exact, numpy_of
 
 from lumen_core import casts
 from lumen_core.formats import element_format
@@ -81,9 +81,7 @@ def test_exact_arithmetic(block, key, rounding, device):
 
 
 @pytest.mark.parametrize("rounding", list(ROUNDINGS))
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (1, 31), (33, 33), (31, 127), (129, 129), (65, 64), (2, 32)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 31), (33, 33), (31, 127), (129, 129), (65, 64), (2, 32)], ids=str)
 def test_dims_that_fill_no_whole_block(shape, rounding, device):
     for key in (("e4m3", "ocp"), ("e5m2", "fnuz"), ("e2m1", "ocp")):
         for block in ((1, 32), (32, 32)):
@@ -130,9 +128,7 @@ def test_departure_1_torchao_log2_just_above_a_power_of_two(device):
     key = ("e4m3", "ocp")
     _, byte, elements, _ = ours(x, key, "ceil", device)
     assert byte.item() == 127 + 101 and (elements == 224).all()
-    assert (
-        torchao_mx(x, key, "ceil")[1].item() == 127 + 100
-    )  # if torchao mends this, the exception above can go
+    assert torchao_mx(x, key, "ceil")[1].item() == 127 + 100  # if torchao mends this, the exception above can go
 
 
 def test_departure_2_torchao_byte_zero(device):
@@ -153,9 +149,7 @@ def test_b52_decode_of_e8m0_bytes(device):
     byte = torch.tensor([0, 1, 126, 127, 134, 254, 255], dtype=torch.uint8, device=device)
     for form in (byte, byte.view(torch.float8_e8m0fnu)):
         got = numpy_of(casts.e8m0_decode(form))
-        np.testing.assert_array_equal(
-            got[:6], np.exp2(np.array([-127, -126, -1, 0, 7, 127.0])).astype(np.float32)
-        )
+        np.testing.assert_array_equal(got[:6], np.exp2(np.array([-127, -126, -1, 0, 7, 127.0])).astype(np.float32))
         assert np.isnan(got[6])
     every = numpy_of(casts.e8m0_decode(torch.arange(255, dtype=torch.uint8, device=device)))
     np.testing.assert_array_equal(every, np.ldexp(1.0, np.arange(255) - 127).astype(np.float32))

@@ -43,9 +43,7 @@ def test_pack_and_unpack_any_width(columns, device):
         assert (packed[:, -1] >> 4 == 0).all()  # the odd last element's partner
 
 
-@pytest.mark.parametrize(
-    ("rounding", "scale", "value"), [("floor", 1.0, 6.0), ("ceil", 2.0, 8.0), ("even", 2.0, 8.0)]
-)
+@pytest.mark.parametrize(("rounding", "scale", "value"), [("floor", 1.0, 6.0), ("ceil", 2.0, 8.0), ("even", 2.0, 8.0)])
 def test_b46_block_with_amax_seven(rounding, scale, value, device):
     x = torch.ones(1, 32, device=device)
     x[0, 5] = 7.0

@@ -72,9 +72,7 @@ def test_an_outlier_costs_less_after_the_transform(device):
     direct = mx_exact(x.numpy(), element)[2]
     assert relative(x[:, spike], direct[:, spike.numpy()]) > 0.9
     transformed = hadamard(x.to(device), 1)
-    back = hadamard_inverse(
-        torch.tensor(mx_exact(numpy_of(transformed), element)[2], device=device).float(), 1
-    )
+    back = hadamard_inverse(torch.tensor(mx_exact(numpy_of(transformed), element)[2], device=device).float(), 1)
     error = (back.cpu() - x)[:, spike]
     assert torch.isfinite(error).all() and not torch.equal(back.cpu()[:, spike], torch.zeros_like(error))
     assert relative(x, back.cpu()) < 0.2

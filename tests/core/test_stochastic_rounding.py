@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from reference import ELEMENTS, all_values, numpy_of
+from variants import linear, run
 
+import lumen_core.quantize as quant
 from lumen_core import casts
 from lumen_core.formats import element_format
 
@@ -142,3 +144,70 @@ def test_noise_reaches_every_granularity(device):
         assert torch.equal(plain[1], noisy[1])
         changed = (plain[0].view(torch.uint8) != noisy[0].view(torch.uint8)).float().mean().item()
         assert 0.1 < changed < 0.5  # uniform remainders move a quarter of the values
+
+
+# --- through a layer --------------------------------------------------------------------------------------------
+
+
+def gradient_casts(layer: torch.nn.Linear, g: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The layer's two copies of g, for dgrad and wgrad: with identity weight and input they are dx and dW.T."""
+    result = run(layer, torch.eye(64, device=g.device), g)
+    return result["dx"].double().cpu().numpy(), result["weight"].t().double().cpu().numpy()
+
+
+def identity_layer(device: torch.device, **options) -> torch.nn.Linear:
+    layer = linear("mxfp4", 64, 64, bias=False, device=device, hadamard=False, **options)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(64))
+    return layer
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """In standard deviations of two independent samples' correlation."""
+    return float(np.corrcoef(a.ravel(), b.ravel())[0, 1] * np.sqrt(a.size))
+
+
+def test_b77_both_copies_of_a_gradient_are_unbiased(device):
+    layer = identity_layer(device)
+    g = torch.randn(64, 64, device=device)
+    draws = [gradient_casts(layer, g) for _ in range(200)]
+    exact = g.double().cpu().numpy()
+    for copy in zip(*draws):
+        error = np.mean(copy, axis=0) - exact
+        sigma = np.std(copy, axis=0) / np.sqrt(len(draws))
+        assert np.abs(error).mean() < 3 * sigma.mean()
+        assert abs(error.sum()) < 4 * np.sqrt((sigma**2).sum())
+
+
+def test_b77_copies_steps_and_layers_draw_separate_bits(device):
+    g = torch.rand(64, 64, device=device) + 1  # [1, 2): one scale for all blocks, so shared bits would show fully
+    layer = identity_layer(device)
+    first, second = gradient_casts(layer, g), gradient_casts(layer, g)
+    exact = g.double().cpu().numpy()
+    assert abs(correlation(first[0] - exact, first[1] - exact)) < 5  # dgrad and wgrad copies
+    assert abs(correlation(first[0] - exact, first[1].T - exact.T)) < 5
+    assert abs(correlation(first[0] - exact, second[0] - exact)) < 5  # steps
+    assert abs(correlation(first[1] - exact, second[1] - exact)) < 5
+
+
+def test_b77_layers_and_seeds_draw_separate_bits(device):
+    g = torch.rand(64, 64, device=device) + 1
+    exact = g.double().cpu().numpy()
+    errors = []
+    for seed in (0, 1):
+        model = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False, device=device) for _ in range(2))
+        quant.enable(model, recipe="mxfp4", hadamard=False, seed=seed)
+        for layer in model:
+            with torch.no_grad():
+                layer.weight.copy_(torch.eye(64))
+            errors.append(gradient_casts(layer, g)[0] - exact)
+    for i, one in enumerate(errors):
+        for other in errors[i + 1 :]:
+            assert abs(correlation(one, other)) < 5
+
+
+def test_forward_is_never_rounded_stochastically(device):
+    layer = identity_layer(device)
+    x = torch.randn(8, 64, device=device)
+    outputs = [run(layer, x)["y"] for _ in range(3)]
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])

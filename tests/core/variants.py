@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -151,10 +150,3 @@ class TinyLM(nn.Module):
 
 def tokens(*shape: int, vocab: int = 64, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def quietly(function: Callable[[], Any]) -> Any:
-    """Run with warnings as errors: nothing here is allowed to warn."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return function()
