@@ -71,13 +71,10 @@ def _report(cfg: TrainConfig, first: RunResult, reference: RunResult, world: Wor
     first.plot = summary.plot_losses(folder / "loss.png", dict(zip(names, rows, strict=True)))
     title = f"{cfg.model.name}: {names[0]} against {names[1]}"
     first.summary = summary.write_summary(folder / "summary.md", title, [first, reference], cfg, tables, world)
-    lines = [
-        f"validation loss: {names[0]} {first.validation_loss:.4f}, {names[1]} {reference.validation_loss:.4f}"
-        if first.validation_loss is not None and reference.validation_loss is not None
-        else "validation loss: not measured (train.eval_batches=0, or no validation data)",
-        f"loss curves:     {first.plot or 'not drawn, matplotlib is missing'}",
-        f"summary:         {first.summary}",
-    ]
+    lines = summary.last_words(first)
     if first.gap_percent is not None:
+        lines[0] = (
+            f"validation loss: {names[0]} {first.validation_loss:.4f}, {names[1]} {reference.validation_loss:.4f}"
+        )
         lines.append(f"relative gap of the validation loss: {first.gap_percent:+.2f} %")
     print("\n".join(lines), flush=True)

@@ -97,7 +97,7 @@ def choose_device(setting: str, local_rank: int) -> torch.device:
 
 @contextlib.contextmanager
 def join_world(device: str = "auto") -> Iterator[World]:
-    """Joins the processes that torchrun started, or makes a world of one.
+    """Joins the processes that torchrun (or whoever sets its variables) started, or makes a world of one.
 
     A process group that exists already is used and left alone.
     """
@@ -109,7 +109,7 @@ def join_world(device: str = "auto") -> Iterator[World]:
     if ours:
         # gloo beside NCCL (or RCCL, which has the same name): checkpoints and Python objects travel on the CPU.
         backend = "gloo" if place.type == "cpu" else "cpu:gloo,cuda:nccl"
-        if dist.is_torchelastic_launched():
+        if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             dist.init_process_group(backend, timeout=TIMEOUT)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)

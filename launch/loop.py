@@ -46,6 +46,8 @@ def run(cfg: TrainConfig) -> RunResult:
                 result = run_compare(cfg, world, stop)
             else:
                 result = train(cfg, world, stop)
+                if world.is_main and not result.interrupted:
+                    print("\n".join(summary.last_words(result)), flush=True)
             if result.interrupted:
                 if world.is_main:
                     command = resume_command(cfg.run_dir)
@@ -209,7 +211,10 @@ class Trainer:
             )
 
     def _quantized_share(self) -> float:
-        return quant.summary(self.model).quantized_share if self.cfg.quant.enabled else 0.0
+        if not self.cfg.quant.enabled:
+            return 0.0
+        table = quant.summary(self.model)
+        return 0.0 if table.config.format == "bf16" else table.quantized_share
 
     # -- the loop
 
@@ -332,7 +337,9 @@ class Trainer:
         if done and cfg.export is not None:
             from launch.hf_export import export_model
 
-            export_model(self.model, cfg.export, tokenizer=self.data.tokenizer, source=cfg.model.path)
+            path = export_model(self.model, cfg.export, tokenizer=self.data.tokenizer, source=cfg.model.path)
+            if self.world.is_main:
+                print(f"exported to {path}", flush=True)
         result = RunResult(
             run_dir=str(self.run_dir),
             recipe=recipe_label(cfg),

@@ -23,6 +23,7 @@ from launch.result import RunResult
 from lumen_core import quantize as quant
 
 _PACKAGES = ("lumen-train", "torch", "transformers", "torchao", "triton", "numpy")
+_NO_PLOT = "not drawn, matplotlib is missing"
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -47,6 +48,16 @@ def fall_percent(result: RunResult) -> float | None:
 def gap_percent(loss: float | None, reference: float | None) -> float | None:
     """How much higher ``loss`` is than ``reference``."""
     return None if loss is None or not reference else 100 * (loss / reference - 1)
+
+
+def last_words(result: RunResult) -> list[str]:
+    """What the user reads when a run is done, a line each."""
+    loss, fall = result.validation_loss, fall_percent(result)
+    if loss is None or fall is None:
+        lines = ["validation loss: not measured (train.eval_batches=0, or no validation data)"]
+    else:
+        lines = [f"validation loss: {loss:.4f}, {fall:.1f} % below its start"]
+    return [*lines, f"loss curves:     {result.plot or _NO_PLOT}", f"summary:         {result.summary}"]
 
 
 def report_run(result: RunResult, rows: Rows, cfg: TrainConfig, model: nn.Module, world: World) -> None:

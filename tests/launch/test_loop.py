@@ -62,7 +62,9 @@ def test_a_run_learns_and_leaves_its_records(
         assert part in text
     assert Path(result.plot).read_bytes().startswith(b"\x89PNG")
     assert any((Path(cfg.run_dir) / "tensorboard").iterdir())
-    assert "[mxfp8] step  9/20  loss " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "[mxfp8] step  9/20  loss " in out and result.plot in out and result.summary in out
+    assert f"validation loss: {result.validation_loss:.4f}, " in out
 
 
 @pytest.mark.parametrize(
@@ -359,6 +361,7 @@ def test_compare_trains_both_alike_and_reports_the_gap(
     again = loop.run(cfg)
     assert "[bf16] finished already" in capsys.readouterr().out
     assert again.gap_percent == result.gap_percent
+    assert (result.quantized_share > 0.5, "| 0.0% |" in text) == (True, True), "bf16 quantizes nothing"
 
 
 def test_compare_with_options_on_the_same_recipe(tmp_path: Path) -> None:
