@@ -257,7 +257,7 @@ def convert_flavour(
     """Re-read FP8 codes in the other flavour without changing a decoded value.
 
     To FNUZ: the same bits mean half as much there (its exponent bias is one larger), so the scale doubles; 0x80, -0 in
-    OCP, would be NaN and becomes 0x00. To OCP: codes are cast value by value at the same scale.
+    OCP, would be NaN and becomes 0x00. To OCP: the reverse, except for a tensor that uses FNUZ's top codes.
 
     Args:
         codes: FP8 codes in `fmt`.
@@ -281,9 +281,15 @@ def convert_flavour(
         limit = 0x7F if fmt.name == "e4m3" else 0x7C  # OCP: E4M3 NaN is 0x7F, E5M2 inf and NaN start at 0x7C
         bits = torch.where(magnitude >= limit, 0x80, torch.where(bits == 0x80, 0, bits)).to(torch.uint8)
         return bits.view(target.dtype), scale * 2.0, target
-    # Re-reading the bits would turn FNUZ's top codes (E4M3 0x7F = 240) into NaN, so the values are cast at their own
-    # scale: all exact but odd multiples of FNUZ's smallest subnormal, which lie half a step between OCP codes.
-    return encode(codes.to(torch.float32), target), scale, target
+    # FNUZ's top codes (E4M3 0x7F = 240, E5M2 from 0x7C) would read as NaN. Only where a tensor holds one, its values
+    # are cast at their own scale; that loses odd multiples of FNUZ's smallest subnormal, half a step between OCP codes.
+    # NaN (0x80) must not become -0.
+    magnitude = bits & 0x7F
+    has_top = (magnitude >= (0x7F if fmt.name == "e4m3" else 0x7C)).any()
+    cast = encode(codes.to(torch.float32), target).view(torch.uint8)
+    reread = torch.where(bits == 0x80, 0x7F, bits).to(torch.uint8)
+    out = torch.where(has_top, cast, reread).view(target.dtype)
+    return out, torch.where(has_top, scale, scale * 0.5), target
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------

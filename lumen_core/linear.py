@@ -25,9 +25,10 @@ class _QuantizedLinear(torch.autograd.Function):
     """Autograd rule on matrices: x `[M, K]`, weight `[N, K]` -> `[M, N]`; none of M, N, K is 0."""
 
     @staticmethod
-    def forward(ctx, x, weight, config, state, record, out_dtype):
+    def forward(ctx, x, weight, config, state, record, out_dtype, backward_follows):
         operands = LinearOperands(config, x.device, state, record)
-        out, saved, scale = operands.forward(x, weight, out_dtype, ctx.needs_input_grad[1])
+        # needs_input_grad alone is true under no_grad as well, where an activation kept for wgrad is work for nothing.
+        out, saved, scale = operands.forward(x, weight, out_dtype, backward_follows and ctx.needs_input_grad[1])
         ctx.save_for_backward(saved, scale, weight)
         ctx.operands = operands
         ctx.x_dtype = x.dtype
@@ -49,7 +50,7 @@ class _QuantizedLinear(torch.autograd.Function):
                 needs_dgrad=ctx.needs_input_grad[0],
                 needs_wgrad=ctx.needs_input_grad[1],
             )
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def quantized_linear(
@@ -93,7 +94,7 @@ def quantized_linear(
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     with torch.autocast(device_type, enabled=False):
         tokens = x.reshape(-1, x.shape[-1])
-        out = _QuantizedLinear.apply(tokens, weight, config, state, record, x.dtype)
+        out = _QuantizedLinear.apply(tokens, weight, config, state, record, x.dtype, torch.is_grad_enabled())
         if bias is not None:
             out = out + bias.to(out.dtype)
         return out.reshape(*x.shape[:-1], weight.shape[0])

@@ -106,7 +106,8 @@ class LinearOperands:
             if low_dgrad:
                 grad_x = self._low_dgrad(grad, weight, shared, key, x_dtype)
             elif config.dgrad == "low":
-                grad_x = matmul_bf16(grad, self._weight_for_dgrad(weight).dequantize(grad.dtype), x_dtype)
+                # Weight only: any axis will do, so the gradient belongs to the very weight that fprop multiplied.
+                grad_x = matmul_bf16(grad, self._weight(weight).dequantize(grad.dtype).t(), x_dtype)
             else:
                 grad_x = matmul_bf16(grad, weight.t(), x_dtype)
         if needs_wgrad:

@@ -25,8 +25,11 @@ def round_to_format(x: torch.Tensor, fmt: ElementFormat, noise: torch.Tensor | N
     units = x * inverse_step
     if noise is None:
         return units.round() * step
-    # Round the magnitude so that -x and x use mirrored grids; copysign keeps -0.
-    return torch.copysign((units.abs() + noise).floor() * step, x)
+    # Round the magnitude, so that -x and x use mirrored grids; copysign keeps -0. Adding the noise and flooring moves
+    # values that lie on the grid: 15 + (1 - 2**-24) is 16 in fp32.
+    magnitude = units.abs()
+    lower = magnitude.floor()
+    return torch.copysign((lower + (noise < magnitude - lower).to(x.dtype)) * step, x)
 
 
 def mix32(x: torch.Tensor | int) -> torch.Tensor | int:

@@ -60,8 +60,9 @@ def select(model: torch.nn.Module, config: QuantConfig) -> Selection:
         else:
             selection.skipped.append((name, module, reason))
     convertible = [t.name for t in selection.targets] + [name for name, _, _ in selection.skipped]
-    for pattern in config.apply_modules:
-        _require_match("apply_modules", pattern, convertible)
+    if convertible:
+        for pattern in config.apply_modules:
+            _require_match("apply_modules", pattern, convertible)
     if not selection.targets:
         raise ValueError(_nothing_selected(model, selection))
     return selection
@@ -102,34 +103,33 @@ def _kept_layers(model: torch.nn.Module, config: QuantConfig) -> tuple[str, ...]
             "first and last are unknown here; call quant.enable(root) on the whole model first"
         )
     kept = []
-    for prefix, count in stacks:
-        if first + last >= count:
+    for prefix, layers in stacks:
+        if first + last >= len(layers):
             raise ValueError(
-                f"first_layers_bf16={first} and last_layers_bf16={last} leave none of the {count} layers of "
+                f"first_layers_bf16={first} and last_layers_bf16={last} leave none of the {len(layers)} layers of "
                 f"{prefix or type(model).__name__!r} to quantize"
             )
-        indices = [*range(first), *range(count - last, count)]
-        kept += [f"{prefix}.{i}" if prefix else str(i) for i in indices]
+        kept += layers[:first] + layers[len(layers) - last :]
     return tuple(kept)
 
 
-def _layer_stacks(model: torch.nn.Module) -> list[tuple[str, int]]:
-    """Outermost lists of two or more layers that hold linear weights: `(name, length)`."""
-    stacks: list[tuple[str, int]] = []
+def _layer_stacks(model: torch.nn.Module) -> list[tuple[str, list[str]]]:
+    """Outermost lists of layers: `(name, full names of its layers)`.
+
+    A `ModuleList` whose every child holds linear weights is one, and so are the children with weights of an
+    `nn.Sequential`: activations between or after the layers do not count.
+    """
+    stacks: list[tuple[str, list[str]]] = []
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
-        if any(name.startswith(outer + ".") if outer else True for outer, _ in stacks):
+        if any(not outer or name.startswith(outer + ".") for outer, _ in stacks):
             continue
-        layers = [m for m in module.children() if any(_kind(sub) for sub in m.modules())]
-        if len(layers) > 1 and len(layers) == len(module) or _is_mlp(module, layers):
-            stacks.append((name, len(module)))
+        layers = [child for child, m in module.named_children() if any(_kind(sub) for sub in m.modules())]
+        complete = len(layers) == len(module) or isinstance(module, torch.nn.Sequential)
+        if len(layers) > 1 and complete:
+            stacks.append((name, [f"{name}.{child}" if name else child for child in layers]))
     return stacks
-
-
-def _is_mlp(module: torch.nn.Module, layers: list[torch.nn.Module]) -> bool:
-    # nn.Sequential(Linear, ReLU, Linear, ...): activations between the layers do not end the stack.
-    return isinstance(module, torch.nn.Sequential) and len(layers) > 1
 
 
 def _require_match(option: str, pattern: str, names: list[str]) -> None:
