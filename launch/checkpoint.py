@@ -156,8 +156,8 @@ def _own(kind: str, rank: int) -> str:
 class Checkpointer:
     """Writes, prunes and loads the checkpoints of one run.
 
-    All methods are collective, and ``run_dir`` is on a file system that all ranks share. ``keep`` is the number of newest
-    checkpoints that stay; 0 keeps all.
+    All methods are collective, and ``run_dir`` is on a file system that all ranks share. ``keep`` is the number of
+    newest checkpoints that stay; 0 keeps all.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], world: World, *, config: TrainConfig, keep: int = 3) -> None:
