@@ -230,9 +230,8 @@ class Trainer:
             last = position.step == train.max_steps
             if last or stopping or position.step % train.log_interval == 0:
                 self._flush()
-            if (last and position.evaluated != position.step) or self._due(train.eval_interval):
-                if last or not stopping:
-                    self._evaluate()
+            if (last and position.evaluated != position.step) or (not stopping and self._due(train.eval_interval)):
+                self._evaluate()
             interval = self.cfg.checkpoint.interval
             if stopping or (interval and position.step % interval == 0) or (last and self.cfg.checkpoint.save_at_end):
                 self._save(needed=last or stopping)

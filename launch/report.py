@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -227,15 +227,19 @@ class Reporter:
         self.metrics = Metrics(run_dir / METRICS, step=step, evaluated=evaluated) if main else None
         self.tensorboard = _open_tensorboard(run_dir / "tensorboard", step) if main else None
         self.message = self.display.message
+        self.status: Status | None = None
 
     def steps(self, rows: Sequence[dict[str, Any]], status: Status) -> None:
         """Records the steps since the last call (``step``, ``loss``, ``grad_norm``, ``lr``, …) and shows ``status``."""
         self._record([{"kind": "train", **row} for row in rows])
+        self.status = status
         self.display.update(status)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Records a validation loss."""
         self._record([{"kind": "eval", "step": step, "validation_loss": loss}])
+        if self.status is not None and isinstance(self.display, RichDisplay):
+            self.display.update(replace(self.status, validation_loss=loss))  # not the one before
         self.message(f"step {step}: validation loss {loss:.4f}")
 
     def _record(self, rows: Sequence[dict[str, Any]]) -> None:

@@ -82,6 +82,16 @@ def test_the_rich_display_shows_figures_and_messages() -> None:
     assert text.endswith("\x1b[?25h") or "\x1b[?25h" in text.rpartition("1:15")[2], "the cursor is back"
 
 
+def test_the_rich_display_follows_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = pytest.importorskip("rich.console").Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(report, "open_display", lambda label, main: RichDisplay(label, console))
+    reporter = Reporter(tmp_path, "x")
+    reporter.steps([row(30)], STATUS)
+    reporter.evaluation(30, 1.5)
+    reporter.close()
+    assert "1.5000" in console.file.getvalue().rpartition("30/200")[2]
+
+
 def test_which_display(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
