@@ -207,6 +207,7 @@ class TrainStep:
         loss, split, bad, asked = self.world.sum_(torch.stack([loss, split, bad.double(), asked])).unbind()
         norm = (split + whole).sqrt()
         bad = (bad > 0) | ~torch.isfinite(norm) | ~torch.isfinite(loss)
+        norm = norm.masked_fill(bad, float("nan"))  # on every rank, whatever each of them saw
         if self.grad_clip > 0 and grads:
             scale = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0).float()
             torch._foreach_mul_([local(g) for g in grads], scale)

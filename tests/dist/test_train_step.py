@@ -6,12 +6,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from launch.data import IGNORE, Batch
 from launch.distributed import fsdp_modules, join_world, shard_model, sum_gradients
-from launch.step import TrainStep, evaluate, gradients
+from launch.step import TrainStep, evaluate, gradients, split_sum_of_squares
 
 VOCAB, WIDTH, LENGTH, ROWS = 13, 10, 6, 12
 
@@ -152,6 +153,30 @@ def test_norm_of_sharded_replicated_and_frozen_parameters(size: int) -> None:
             torch.testing.assert_close(moved[name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def mesh_norm(rank: int, size: int) -> tuple[float, float]:
+    """Gradients on the mesh of all ranks, on an expert mesh, on both dimensions, and plain ones."""
+    with join_world("cpu") as world:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        generator = torch.Generator().manual_seed(1)
+        full = [torch.randn(7, 3, generator=generator) for _ in range(4)]
+        grads = [
+            distribute_tensor(full[0], world.mesh, [Shard(0)]),
+            distribute_tensor(full[1], grid["ep"], [Shard(0)]),
+            distribute_tensor(full[2], grid, [Shard(0), Shard(1)]),
+            full[3],
+            distribute_tensor(torch.zeros(1, 3), world.mesh, [Shard(0)]),  # nothing of it on three ranks
+        ]
+        split, whole_part = split_sum_of_squares(grads, world)
+        norm = (world.sum_(split) + whole_part).sqrt().item()
+        return norm, torch.cat(full).double().norm().item()
+
+
+@pytest.mark.timeout(60)
+def test_norm_over_several_meshes() -> None:
+    for norm, expected in run_ranks(mesh_norm, 4):
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
 def poisoned(rank: int, size: int, bad_rank: int, value: float, where: str) -> tuple:
     with join_world("cpu") as world:
         model = shard_model(make_model(), world, dtype="fp32")
@@ -175,6 +200,7 @@ def poisoned(rank: int, size: int, bad_rank: int, value: float, where: str) -> t
         if handle is not None:
             handle.remove()
         clean = step(batches).tolist()
+        assert record[1] != record[1], "the norm is NaN on all ranks"
         return record[3], same, same_moments, clean, {n: whole(p.detach()) for n, p in model.named_parameters()}
 
 
