@@ -10,7 +10,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.setup-done
 # One thread a process: tests run JOBS at a time and distributed ones start up to four more.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 DEMO ?= experiment=demo
 
@@ -24,7 +24,7 @@ $(READY): pyproject.toml tools/bootstrap.py
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/lumen-train $(DEMO)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/lumen-train $(DEMO)
 
 test: lint
 	$(PYTEST) -m "not slow"

@@ -37,6 +37,7 @@ class ScalingState:
             as a constant and would compile every layer again.)
     """
 
+    @torch.inference_mode(False)  # made during an evaluation, it must still take part in training
     def __init__(self, history_len: int, device: torch.device | str, base_key: int = 0) -> None:
         self._base_key = base_key
         self.history = torch.zeros(history_len, len(ROLES), device=device)
@@ -50,6 +51,7 @@ class ScalingState:
         """Where the state lives; it follows the layer's weight."""
         return self.history.device
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device) -> None:
         """Move to `device`. From the meta device the state starts afresh: there are no values to move."""
         if self.device == device:
@@ -58,10 +60,14 @@ class ScalingState:
             self.__init__(self.history.shape[0], device, self._base_key)
             return
         for name in ("history", "current", "in_use", "counter"):
-            setattr(self, name, getattr(self, name).to(device))
+            setattr(self, name, getattr(self, name).to(device).clone())
 
     def amax(self, role: int, x: torch.Tensor, record: bool) -> torch.Tensor:
         """The amax to scale `x` by, 0-dim fp32; with `record` this step's maximum takes x's own in.
+
+        A value that is not finite is never scaled away: infinity would saturate to a finite code, and no check for a
+        bad step would see it. A weight never saturates either: it may have been written since the last step (a loaded
+        checkpoint, in whatever way), and the experts of a bank that share one amax are not all seen in each step.
 
         Args:
             role: `INPUT`, `WEIGHT` or `GRADIENT`.
@@ -72,7 +78,9 @@ class ScalingState:
             slot = self.current[role]
             slot.copy_(torch.maximum(slot, own))
         in_use = self.in_use[role]
-        return torch.where(in_use > 0, in_use, own)
+        if role == WEIGHT:
+            return torch.maximum(in_use, own)
+        return torch.where((in_use > 0) & torch.isfinite(own), in_use, own)
 
     def notice_update(self, weight_version: int, algo: str) -> None:
         """End this layer's step if its weight was written since the last pass (a hand-written update).
@@ -126,23 +134,26 @@ def end_step(
         reduce: take the maximum over `group` (default: all ranks) first, in one all-reduce for the whole model; every
             rank must then call, whichever layers it ran.
     """
-    if not states or states[0].device.type == "meta":
+    states = [s for s in states if s.device.type != "meta"]
+    if not states:
         return
     with torch.no_grad():
-        current = torch.stack([s.current for s in states])
+        # One device as a rule; layers spread over several, or one not run since the model moved, are gathered.
+        device = states[-1].device
+        current = torch.stack([s.current.to(device) for s in states])
         if reduce and torch.distributed.is_available() and torch.distributed.is_initialized():
             # With NaN a maximum depends on the order of ranks in some backends; infinity does not (dropped below).
             current = torch.nan_to_num(current, nan=float("inf"), posinf=float("inf"))
             torch.distributed.all_reduce(current, op=torch.distributed.ReduceOp.MAX, group=group)
-        history = torch.stack([s.history for s in states])
+        history = torch.stack([s.history.to(device) for s in states])
         valid = torch.isfinite(current) & (current >= 0)
         pushed = torch.cat([history[:, 1:], current[:, None]], dim=1)
         history = torch.where(valid[:, None], pushed, history)
         in_use = _chosen(history, algo)
         torch._foreach_copy_([s.history for s in states], list(history.unbind()))
         torch._foreach_copy_([s.in_use for s in states], list(in_use.unbind()))
+        torch._foreach_copy_([s.current for s in states], list(torch.full_like(in_use, _NOT_SEEN).unbind()))
         for state in states:
-            state.current.fill_(_NOT_SEEN)
             state._weight_version = None
 
 

@@ -116,7 +116,8 @@ def scale_from_amax(amax: torch.Tensor, fmt: ElementFormat, margin: int = 0, pow
         pow2: round the scale up to a power of two.
     """
     amax = amax.to(torch.float32).clamp(min=_MIN_SCALE * fmt.max)
-    scale = amax / fmt.max
+    # By a tensor: dividing by a Python number, CUDA multiplies by its rounded reciprocal, one unit off the CPU.
+    scale = amax / torch.full_like(amax, fmt.max)
     if margin:
         scale = scale * 2.0**margin
     if pow2:
@@ -163,8 +164,8 @@ def e8m0_decode(byte: torch.Tensor) -> torch.Tensor:
 
 
 def _e8m0_reciprocal(byte: torch.Tensor) -> torch.Tensor:
-    # 2**(127 - byte), exact. amax of an fp32 tensor keeps byte <= 253, so the result is normal; 254 (an infinite amax)
-    # and 255 (NaN) give 0 here and their scale makes the block non-finite.
+    # 2**(127 - byte), exact. amax of an fp32 tensor keeps byte <= 253, so the result is normal; 255 (NaN) gives 0
+    # here, and its scale makes the block NaN.
     exponent = (2 * E8M0_BIAS - byte.to(torch.int32)).clamp(min=0)
     return (exponent << _MANTISSA_BITS).view(torch.float32)
 

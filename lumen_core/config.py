@@ -137,6 +137,7 @@ class QuantConfig:
         "int",
         "delayed only. Powers of two of head-room above the amax: each one lost off the smallest values.",
         minimum=0,
+        maximum=32,
     )
     reduce_amax: bool = _option(
         False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import weakref
 import zlib
@@ -14,10 +16,11 @@ from lumen_core.amax import ScalingState, end_step
 from lumen_core.config import QuantConfig
 from lumen_core.experts import QuantExperts
 from lumen_core.linear import QuantLinear
+from lumen_core.names import plain_name
 
 _ATTRIBUTE = "_lumen"
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _live: weakref.WeakSet[Controller] = weakref.WeakSet()
+_serials = itertools.count()
 _hook_handle: object | None = None
 
 
@@ -45,6 +48,7 @@ class Controller:
         self.config = config
         self.skipped = skipped
         self.amax_group = amax_group
+        self._stepped: set[int] = set()
         self._register()
 
     def attach(self) -> None:
@@ -56,15 +60,25 @@ class Controller:
         _live.discard(self)
         del self.model.__dict__[_ATTRIBUTE]
 
+    def __deepcopy__(self, memo: dict) -> Controller:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__, model=copy.deepcopy(self.model, memo), _stepped=set())
+        twin._register()
+        return twin
+
     def __getstate__(self) -> dict:
-        # A process group can neither be copied nor pickled.
-        return {**self.__dict__, "amax_group": None}
+        if self.amax_group is not None:
+            raise TypeError("a model with an amax_group cannot be pickled: process groups end with their process")
+        return {**self.__dict__, "_stepped": set()}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self._register()
 
     def _register(self) -> None:
+        # Ranks must go through their models in the same order, and a set's order depends on memory addresses.
+        self.serial = next(_serials)
         _live.add(self)
         if self.config.scaling == "delayed":
             _install_hook()
@@ -73,13 +87,25 @@ class Controller:
         """`(name, state)` of every quantized module, in module order; names are those of the original model."""
         return named_states(self.model)
 
-    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True where `optimizer` holds a parameter of the model."""
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return any(id(p) in stepped for p in self.model.parameters())
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End the training step once every trainable parameter of the model has been stepped.
+
+        One optimizer does that at once. Several (or one a parameter, run inside backward) end one step between them. If
+        some parameters are never stepped, the step ends when one is stepped for the second time.
+        """
+        own = {id(p): p.requires_grad for p in self.model.parameters()}
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]} & own.keys()
+        if not stepped:
+            return
+        if stepped & self._stepped:
+            self.end_step()
+        self._stepped |= stepped
+        if all(key in self._stepped for key, trainable in own.items() if trainable):
+            self.end_step()
 
     def end_step(self) -> None:
         """Close the training step: see `amax.end_step`."""
+        self._stepped = set()
         if self.config.scaling == "delayed":
             states = [state for _, state in self.states()]
             end_step(states, self.config.amax_algo, reduce=self.config.reduce_amax, group=self.amax_group)
@@ -88,7 +114,7 @@ class Controller:
 def named_states(model: torch.nn.Module) -> Iterator[tuple[str, ScalingState]]:
     """`(name, state)` of every quantized module below `model`, without the prefixes that wrappers add."""
     for name, module in model.named_modules():
-        name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        name = plain_name(name)
         if isinstance(module, QuantLinear):
             yield name, module.quant_state
         elif isinstance(module, QuantExperts):
@@ -117,6 +143,6 @@ def _install_hook() -> None:
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    for controller in list(_live):
-        if controller.config.scaling == "delayed" and controller.owns(optimizer):
-            controller.end_step()
+    for controller in sorted(_live, key=lambda c: c.serial):
+        if controller.config.scaling == "delayed":
+            controller.after_optimizer_step(optimizer)

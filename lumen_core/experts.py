@@ -1,15 +1,17 @@
 """Banks of expert weights `[E, N, K]` as Hugging Face holds them, one quantized linear per expert and projection.
 
-This is the reference path: a loop over experts, right for any token count, blocks never straddling two experts.
+This is the reference path: a loop over experts, right for any token count, blocks never straddling two experts. It
+looks up each expert's tokens on the host, so that a GPU waits once an expert.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 
 import torch
 
-from lumen_core.amax import WEIGHT, ScalingState
+from lumen_core.amax import ScalingState
 from lumen_core.config import QuantConfig
 from lumen_core.linear import quantized_linear
 
@@ -28,6 +30,10 @@ def unsupported_bank(module: torch.nn.Module) -> str | None:
     """Why a bank cannot be quantized, or None where it can."""
     if getattr(module, "has_post_expert_norm", False):
         return "expert bank with a norm inside each expert"
+    if module.gate_up_proj.shape[0] != module.down_proj.shape[0] or hasattr(module, "identity_expert"):
+        return "expert bank with experts that do not compute"
+    if len(inspect.signature(module.forward).parameters) != 3:
+        return "expert bank that is not called with (hidden states, expert index, expert weight)"
     if not (hasattr(module, "_apply_gate") or hasattr(module, "act_fn")):
         return "expert bank with an unknown activation"
     return None
@@ -86,11 +92,6 @@ class QuantExperts:
             return self._apply_gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * up
-
-    def _load_from_state_dict(self, *args, **kwargs) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        for state in self.quant_states.values():
-            state.reset(WEIGHT)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

@@ -18,7 +18,7 @@ HADAMARD_BLOCK = 32
 
 def _signs(seed: int, device: torch.device) -> torch.Tensor:
     index = torch.arange(HADAMARD_BLOCK, dtype=torch.int64, device=device)
-    return (mix32(mix32(index) ^ mix32(seed + 0x5BD1E995)) & 1).to(torch.float32) * 2 - 1
+    return (mix32(mix32(index) ^ mix32(mix32(seed + 0x5BD1E995) ^ (seed >> 32))) & 1).to(torch.float32) * 2 - 1
 
 
 def _matrix(device: torch.device) -> torch.Tensor:
@@ -33,7 +33,7 @@ def _matrix(device: torch.device) -> torch.Tensor:
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
     pad = -x.shape[-1] % HADAMARD_BLOCK
-    x = x.to(torch.float32)
+    x = x.to(torch.float32).contiguous()  # padding by nothing keeps strides, and a traced view would not fit them
     x = x if is_zero(pad) else F.pad(x, (0, pad))
     return x.reshape(x.shape[0], x.shape[1] // HADAMARD_BLOCK, HADAMARD_BLOCK)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from lumen_core.amax import WEIGHT, ScalingState
+from lumen_core.amax import ScalingState
 from lumen_core.config import QuantConfig
 from lumen_core.operands import LinearOperands
 
@@ -83,7 +83,7 @@ def quantized_linear(
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"input of shape {tuple(x.shape)} does not match in_features={weight.shape[1]}")
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:  # which autocast leaves alone
         x = x.to(torch.get_autocast_dtype(device_type))
     elif x.dtype != weight.dtype:
         raise TypeError(
@@ -133,17 +133,14 @@ class QuantLinear(torch.nn.Linear):
         if self.quant_state.device != input.device:
             self.quant_state.to(input.device)
         record = self.training and torch.is_grad_enabled()
+        if record and self.quant_config.scaling == "delayed" and not torch.compiler.is_compiling():
+            self.quant_state.notice_update(self.weight._version, self.quant_config.amax_algo)
         return quantized_linear(input, self.weight, self.bias, self.quant_config, self.quant_state, record=record)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         self.quant_state.to(self.weight.device)
         return self
-
-    def _load_from_state_dict(self, *args, **kwargs) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        # The loaded weight may be of another magnitude than the one the history saw.
-        self.quant_state.reset(WEIGHT)
 
     def extra_repr(self) -> str:
         """`nn.Linear`'s, with the recipe."""

@@ -9,11 +9,12 @@ model, so optimizers, checkpoints and wrappers keep working; nothing is replaced
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from lumen_core import experts
+from lumen_core.amax import ScalingState
 from lumen_core.config import QuantConfig
 from lumen_core.controller import Controller, base_key, controllers, named_states
 from lumen_core.linear import QuantLinear
@@ -102,7 +103,7 @@ def disable(model: torch.nn.Module) -> torch.nn.Module:
     Raises:
         ValueError: the model is not enabled, or one of its quantized layers was wrapped individually since.
     """
-    if not controllers(model):
+    if not is_enabled(model):
         raise ValueError(f"{type(model).__name__} is not quantized: there is nothing to disable")
     quantized = [(name, m) for name, m in model.named_modules() if isinstance(m, (QuantLinear, experts.QuantExperts))]
     for name, module in quantized:
@@ -128,14 +129,18 @@ def summary(model: torch.nn.Module) -> Summary:
     Raises:
         ValueError: the model is not enabled.
     """
-    return summarize(model, _the_controller(model))
+    return summarize(model, _the_controllers(model))
 
 
-def _the_controller(model: torch.nn.Module) -> Controller:
+def _the_controllers(model: torch.nn.Module) -> list[Controller]:
     found = controllers(model)
+    if not found and is_enabled(model):
+        raise ValueError(
+            f"{type(model).__name__} is part of a quantized model: ask for the module given to quant.enable"
+        )
     if not found:
         raise ValueError(f"{type(model).__name__} is not quantized: call quant.enable first")
-    return found[0]
+    return found
 
 
 # --- scaling state ----------------------------------------------------------------------------------------------------
@@ -145,7 +150,8 @@ def state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Scaling state to save beside the model: amax histories and rounding counters.
 
     Empty for recipes that carry nothing from step to step. It is separate because `model.state_dict()` must keep
-    exactly the original keys. Tensors are copies, replicated over ranks, so that it loads at any world size.
+    exactly the original keys. Tensors are copies. With `reduce_amax` they are the same on every rank; without, each
+    rank has its own history, and a checkpoint that keeps that of one loads at any world size.
 
     Returns:
         `{"<module name>.<tensor>": tensor}`.
@@ -154,7 +160,7 @@ def state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Restore what `state_dict` gave; load the model's weights first, since loading those resets their history.
+    """Restore what `state_dict` gave.
 
     A history of another length keeps its newest entries.
 
@@ -169,19 +175,35 @@ def load_state_dict(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -
             f"{len(extra)} unexpected (first: {extra[:1]})"
         )
     with torch.no_grad():
-        for module, scaling in named_states(model):
+        for module, scaling, config in _scaling_states(model):
             saved = {name: state.get(_key(module, name)) for name in ("history", "current", "counter")}
             if saved["history"] is not None:
-                scaling.set_history(saved["history"], saved["current"], _the_controller(model).config.amax_algo)
+                scaling.set_history(saved["history"], saved["current"], config.amax_algo)
             if saved["counter"] is not None:
                 scaling.set_count(saved["counter"].to(scaling.device))
 
 
 def _state_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    config = _the_controller(model).config
-    names = ("history", "current") if config.scaling == "delayed" else ()
-    names += ("counter",) if config.stochastic_rounding else ()
-    return {_key(module, name): getattr(state, name) for module, state in named_states(model) for name in names}
+    out = {}
+    for module, state, config in _scaling_states(model):
+        names = ("history", "current") if config.scaling == "delayed" else ()
+        names += ("counter",) if config.stochastic_rounding else ()
+        out.update({_key(module, name): getattr(state, name) for name in names})
+    return out
+
+
+def _scaling_states(model: torch.nn.Module) -> Iterator[tuple[str, ScalingState, QuantConfig]]:
+    """`(name, state, recipe)` of every quantized module.
+
+    Names are relative to the module that was enabled, whatever wraps it now; to `model` where several parts of it were
+    enabled on their own.
+    """
+    found = _the_controllers(model)
+    for controller in found:
+        inside = {id(state) for _, state in controller.states()}
+        for name, state in controller.states() if len(found) == 1 else named_states(model):
+            if id(state) in inside:
+                yield name, state, controller.config
 
 
 def _key(module: str, name: str) -> str:

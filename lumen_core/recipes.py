@@ -42,7 +42,7 @@ RECIPE_NOTES: Mapping[str, str] = MappingProxyType(
     {
         "bf16": "Nothing is quantized: the baseline to compare with.",
         "tensorwise": "One fp32 scale a tensor, from the tensor itself. Fastest GEMMs; outliers cost precision.",
-        "delayed": "One fp32 scale a tensor, from earlier steps' amax: no pass over the tensor before its cast.",
+        "delayed": "One fp32 scale a tensor, from earlier steps' amax: steady; a new outlier saturates once.",
         "hybrid": "`delayed` with E5M2 gradients: 128 times the range, one bit of mantissa less (4 dB).",
         "rowwise": "One fp32 scale a token and a weight row: an outlier token does not coarsen the others.",
         "blockwise": "Blocks of 1x128 (activations, gradients) and 128x128 (weights) with fp32 scales.",

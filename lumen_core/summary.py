@@ -45,7 +45,7 @@ class Summary:
     """What `enable` did to a model. `str()` gives a table.
 
     Attributes:
-        config: the recipe in force.
+        config: the recipe in force (the first one, where parts of the model were enabled separately).
         flavour: encoding of FP8 codes here, `ocp` or `fnuz`.
         rows: quantized weights.
         skipped: `(name, shape, reason)` of linear weights that stay in high precision.
@@ -81,9 +81,8 @@ class Summary:
         return "\n".join(table)
 
 
-def summarize(model: torch.nn.Module, controller: Controller) -> Summary:
-    """Summary of `model`, which `controller` enabled."""
-    config = controller.config
+def summarize(model: torch.nn.Module, controllers: list[Controller]) -> Summary:
+    """Summary of `model`, all or parts of which `controllers` enabled."""
     rows, device = [], torch.device("cpu")
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
@@ -92,12 +91,14 @@ def summarize(model: torch.nn.Module, controller: Controller) -> Summary:
             weights = {f"{name}.{p}".lstrip("."): getattr(module, p) for p in module.quant_states}
         else:
             continue
+        config = module.quant_config
         for label, weight in weights.items():
             device = weight.device
             n, k = weight.shape[-2:]
             kernels = _kernels(config, n, k, device)
             rows.append(Row(label, tuple(weight.shape), config.recipe, _gemms(config), kernels, weight.requires_grad))
-    skipped = list(controller.skipped)
+    skipped = [entry for controller in controllers for entry in controller.skipped]
+    config = controllers[0].config
     return Summary(config, resolve_flavour(config.flavour, device), rows, skipped)
 
 

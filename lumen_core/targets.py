@@ -9,6 +9,7 @@ import torch
 
 from lumen_core.config import QuantConfig
 from lumen_core.experts import is_expert_bank, unsupported_bank
+from lumen_core.names import plain_name
 from lumen_core.selection import glob_match, module_selected
 
 
@@ -45,14 +46,25 @@ def select(model: torch.nn.Module, config: QuantConfig) -> Selection:
     Raises:
         ValueError: a pattern matches nothing, nothing at all is selected, or the layer rule finds no stack of layers.
     """
-    names = [name for name, _ in model.named_modules()]
+    names = [plain_name(name) for name, _ in model.named_modules()]
     for pattern in config.ignored_modules:
         _require_match("ignored_modules", pattern, names)
     kept_layers = _kept_layers(model, config)
+    encoder_layers = {
+        plain_name(n) for n, m in model.named_modules() if isinstance(m, torch.nn.TransformerEncoderLayer)
+    }
     selection = Selection()
     for name, module in model.named_modules():
+        name = plain_name(name)
         kind = _kind(module)
         if kind is None:
+            if isinstance(module, torch.nn.Linear):
+                reason = f"{type(module).__name__} is a subclass of Linear, whose weight may be used in other ways"
+                selection.skipped.append((name, module, reason))
+            continue
+        if name.rpartition(".")[0] in encoder_layers:
+            reason = "torch's fused inference path of TransformerEncoderLayer reads this weight itself"
+            selection.skipped.append((name, module, reason))
             continue
         reason = _why_not(name, module, kind, config, kept_layers)
         if reason is None:
@@ -119,16 +131,23 @@ def _layer_stacks(model: torch.nn.Module) -> list[tuple[str, list[str]]]:
     A `ModuleList` whose every child holds linear weights is one, and so are the children with weights of an
     `nn.Sequential`: activations between or after the layers do not count.
     """
-    stacks: list[tuple[str, list[str]]] = []
+    found: list[tuple[str, list[str], bool]] = []
     for name, module in model.named_modules():
         if not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
-        if any(not outer or name.startswith(outer + ".") for outer, _ in stacks):
-            continue
-        layers = [child for child, m in module.named_children() if any(_kind(sub) for sub in m.modules())]
+        name = plain_name(name)
+        layers = {child: type(m) for child, m in module.named_children() if any(_kind(sub) for sub in m.modules())}
         complete = len(layers) == len(module) or isinstance(module, torch.nn.Sequential)
-        if len(layers) > 1 and complete:
-            stacks.append((name, [f"{name}.{child}" if name else child for child in layers]))
+        if complete and len(layers) > isinstance(module, torch.nn.Sequential):
+            full = [f"{name}.{child}" if name else child for child in layers]
+            found.append((name, full, len(set(layers.values())) == 1))
+    # nn.Sequential(embedding, blocks, head) is no stack where it holds one: layers are of one class.
+    if any(uniform for _, _, uniform in found):
+        found = [entry for entry in found if entry[2]]
+    stacks: list[tuple[str, list[str]]] = []
+    for name, layers, _ in found:
+        if not any(not outer or name.startswith(outer + ".") for outer, _ in stacks):
+            stacks.append((name, layers))
     return stacks
 
 

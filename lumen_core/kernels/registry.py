@@ -118,6 +118,19 @@ def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, *, fast
     """
     query = GemmQuery(a.data.device.type, a.fmt, a.block, b.fmt, b.block, a.shape[0], b.shape[0], a.shape[1], out_dtype)
     name = choose("gemm", query)
+    if torch.compiler.is_compiling():
+        return _run_gemm(name, a, b, out_dtype, fast_accum)
+    try:
+        return _run_gemm(name, a, b, out_dtype, fast_accum)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise RuntimeError(f"gemm by {name} failed on {query}: {error}") from error
+
+
+def _run_gemm(
+    name: str, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
     if name == "scaled_mm":
         return scaled_mm.gemm(a, b, out_dtype, fast_accum)
     if name == "dequantize_bf16":

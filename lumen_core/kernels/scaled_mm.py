@@ -6,13 +6,21 @@ import torch
 import torch.nn.functional as F
 
 from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
-from lumen_core.formats import resolve_flavour
+from lumen_core.formats import arch_of, resolve_flavour
 from lumen_core.kernels.query import GemmQuery
 from lumen_core.tensor import QuantizedTensor
 from lumen_core.tracing import as_dtype, constant_when_traced, is_zero
 
 _ALIGNMENT = 16  # elements; both libraries refuse other sizes of the two matrix dimensions they check
 _CPU_SUPPORT: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype], bool] = {}
+
+
+@constant_when_traced
+def _gpu_has_fp8() -> bool:
+    arch = arch_of("cuda")
+    if arch.startswith("gfx"):
+        return arch.startswith(("gfx94", "gfx95", "gfx12"))
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 @constant_when_traced
@@ -41,6 +49,8 @@ def unsupported(q: GemmQuery) -> str | None:
     if q.device_type == "cpu":
         row = ROW_BLOCK in (q.a_block, q.b_block)
         return None if _runs_on_cpu(q.a_fmt.dtype, q.b_fmt.dtype, row, q.out_dtype) else "not in this torch's CPU build"
+    if q.device_type != "cuda" or not _gpu_has_fp8():
+        return "no FP8 matrix instructions"
     for fmt in (q.a_fmt, q.b_fmt):
         if torch.version.hip is None and fmt.flavour == "fnuz":
             return "FNUZ elements on an NVIDIA device"
@@ -50,6 +60,8 @@ def unsupported(q: GemmQuery) -> str | None:
         return f"N={q.n} must be a multiple of {_ALIGNMENT}"
     if q.a_fmt.name == q.b_fmt.name == "e5m2":
         return "E5M2 x E5M2 has no kernel"
+    if ROW_BLOCK in (q.a_block, q.b_block) and q.b_fmt.name == "e5m2":
+        return "row-wise with E5M2 on the right has no kernel"
     return None
 
 

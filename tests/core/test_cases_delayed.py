@@ -263,7 +263,7 @@ def test_a_non_finite_batch_does_not_poison_the_history(device):
         x = with_amax(1.0, device)
         x[0, 0] = bad
         y = layer(x)
-        assert y.isfinite().all() == (bad == float("inf"))  # infinity saturates at the amax in use, NaN stays
+        assert not y.isfinite().all()  # a check for bad steps must see it: infinity does not saturate to a code
         y.sum().backward()
         quant.step_end(layer)
     assert amax_in_use(layer, with_amax(1.0, device), [1.0, 3.0]) == 3
