@@ -18,7 +18,8 @@ from launch.config import ConfigError, TrainConfig, resolve
 from launch.data import Data, build_data
 from launch.distributed import DTYPES, World, join_world, shard_model
 from launch.models import build_model, count_parameters, materialize
-from launch.nonfinite import NonFiniteWatch
+from launch.nonfinite import NonFiniteError, NonFiniteWatch
+from launch.preflight import own_run_dir
 from launch.report import METRICS, Reporter, Status, peak_memory, read_metrics
 from launch.result import RESULT, RunResult, recipe_label, write_result
 from launch.rope import keep_rotary_tables_fp32
@@ -34,7 +35,7 @@ def run(cfg: TrainConfig) -> RunResult:
 
     Raises:
         ConfigError: something only the user can put right.
-        NonFiniteError: too many steps with a non-finite loss or gradient.
+        NonFiniteError: too many steps with a non-finite loss or gradient, or a last validation loss that is not finite.
         CheckpointError: the last checkpoint could not be written.
     """
     with join_world(cfg.backend.device) as world:
@@ -63,12 +64,29 @@ def _say(text: str) -> None:
 
 def train(cfg: TrainConfig, world: World, stop: GracefulStop) -> RunResult:
     """One run with one recipe; ``cfg`` is resolved."""
-    trainer = Trainer(cfg, world, stop)
-    try:
-        trainer.run()
-    finally:
-        trainer.reporter.close()
-    return trainer.finish()
+    with _run_dir_held(cfg, world):
+        trainer = Trainer(cfg, world, stop)
+        try:
+            trainer.run()
+        finally:
+            trainer.reporter.close()
+        return trainer.finish()
+
+
+@contextlib.contextmanager
+def _run_dir_held(cfg: TrainConfig, world: World) -> Iterator[None]:
+    """The first rank keeps other jobs out of the run's directory; where it cannot, every rank hears why."""
+    with contextlib.ExitStack() as held:
+        problem = None
+        if world.is_main:
+            try:
+                held.enter_context(own_run_dir(cfg.run_dir))
+            except ConfigError as error:
+                problem = str(error)
+        problem = world.from_main(problem)
+        if problem is not None:
+            raise ConfigError(problem)
+        yield
 
 
 @contextlib.contextmanager
@@ -139,7 +157,6 @@ class Trainer:
         self.step = TrainStep(self.model, self.optimizer, world, dtype=dtype, grad_clip=cfg.train.grad_clip)
         self.checkpoints = Checkpointer(self.run_dir, world, config=cfg, keep=cfg.checkpoint.keep)
         if world.is_main:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESULT).unlink(missing_ok=True)
         source, self.position = self._resume()
         self.saved = self.position.step if source is not None else -1
@@ -333,6 +350,14 @@ class Trainer:
         """The result, with its files; exports the weights where asked to."""
         cfg, position = self.cfg, self.position
         done = position.step >= cfg.train.max_steps
+        rows = read_metrics(self.run_dir / METRICS) if self.world.is_main else []
+        if done and self.world.from_main(summary.diverged(rows, position.step)):
+            raise NonFiniteError(
+                f"the validation loss after the last step, {position.step}, is not finite: the weights in "
+                f"{self.run_dir} are of no use, and nothing was exported",
+                step=position.step,
+                module=None,
+            )
         if done and cfg.export is not None:
             from launch.hf_export import export_model
 
@@ -353,7 +378,6 @@ class Trainer:
             interrupted=not done,
         )
         if self.world.is_main:
-            rows = read_metrics(self.run_dir / METRICS)
             for name, value in summary.final_numbers(rows).items():
                 setattr(result, name, value)
             if done:

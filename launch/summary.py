@@ -39,6 +39,11 @@ def final_numbers(rows: Rows) -> dict[str, float | None]:
     }
 
 
+def diverged(rows: Rows, step: int) -> bool:
+    """Whether the validation loss after ``step`` was not finite, which ``metrics.jsonl`` has as null."""
+    return any(r["kind"] == "eval" and r["step"] == step and r["validation_loss"] is None for r in rows)
+
+
 def fall_percent(result: RunResult) -> float | None:
     """How far the validation loss fell from its value before the first step."""
     first, last = result.first_validation_loss, result.validation_loss

@@ -1,0 +1,62 @@
+"""What has to hold on this machine before a run reads data or builds anything: directories, packages, environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.config import ConfigError
+
+LOCK = ".lock"
+
+
+def _probe(folder: Path) -> None:
+    """Writes and deletes a small file; raises OSError where that cannot be done, such as on a full disk."""
+    file = folder / f".probe-{uuid.uuid4().hex[:8]}"
+    try:
+        with open(file, "wb") as handle:
+            handle.write(bytes(4096))
+            handle.flush()
+            os.fsync(handle.fileno())
+    finally:
+        file.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def own_run_dir(run_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Creates ``run_dir`` and keeps every other job out of it; for the first rank.
+
+    The lock is the kernel's (flock): it ends with the process, however that ends.
+
+    Raises:
+        ConfigError: nothing can be written there, or another job is at it.
+    """
+    folder = Path(run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _probe(folder)
+        file = open(folder / LOCK, "a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir}: cannot be written to: {error.strerror or error}") from None
+    with file:
+        if not _lock(file.fileno()):
+            raise ConfigError(f"run_dir={run_dir}: another job is running in it; wait for it, or set another run_dir")
+        yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the file is ours alone; True as well where the file system (or the system) knows no locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

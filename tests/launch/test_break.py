@@ -1,0 +1,42 @@
+"""What breaks a run: no traceback for it, no silent success, and nothing of an earlier run harmed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_job import tiny_job
+
+from launch import loop
+from launch.config import ConfigError
+from launch.nonfinite import NonFiniteError
+from launch.preflight import own_run_dir
+from launch.result import RESULT
+
+
+def test_a_last_validation_loss_that_is_not_finite_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoilt(self: loop.Trainer, *args: object) -> torch.Tensor:
+        vector = one_step(self)
+        if self.position.step == 4:  # the last update overflows: no step after it is there to notice
+            with torch.no_grad():
+                self.model.lm_head.weight.mul_(float("inf"))
+        return vector
+
+    one_step = loop.Trainer._one_step
+    monkeypatch.setattr(loop.Trainer, "_one_step", spoilt)
+    out = tmp_path / "out"
+    cfg = tiny_job(tmp_path, train__max_steps=4, export=str(out), quant__recipe="bf16")
+    for _ in range(2):  # also when the same command finds everything done
+        with pytest.raises(NonFiniteError, match="validation loss after the last step, 4, is not finite"):
+            loop.run(cfg)
+        assert not out.exists() and not (Path(cfg.run_dir) / RESULT).exists()
+
+
+def test_two_jobs_do_not_share_a_run_dir(tmp_path: Path) -> None:
+    cfg = tiny_job(tmp_path, train__max_steps=1, train__eval_batches=0)
+    with own_run_dir(cfg.run_dir), pytest.raises(ConfigError, match="another job is running in it"):
+        loop.run(cfg)
+    assert loop.run(cfg).steps == 1  # the lock went with its holder
