@@ -130,7 +130,7 @@ def test_b66_with_checkpointing(variant, device):
 
 @pytest.mark.parametrize("variant", ["delayed", "rowwise", "mxfp8", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_b66_token_count_may_change(variant, device):
-    """At most two graphs, the second with a dynamic size; then no more however the batch changes."""
+    """At most two recompilations (three graphs: a fixed size, a varying one, and for MX whether M fills whole blocks)."""
     eager = small(variant, device)
     compiled = twin(eager)
     counter = CompileCounterWithBackend("aot_eager")
@@ -140,7 +140,7 @@ def test_b66_token_count_may_change(variant, device):
         want, got = step(eager, eager, x, g), step(compiled, run, x, g)
         for name in want:
             assert relative(want[name], got[name]) <= 1e-5, (tokens, name)
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= 3
 
 
 def test_b66_one_graph_serves_partial_and_whole_blocks(device):
