@@ -38,7 +38,7 @@ _UNFINISHED = (".writing-", ".removing-")
 # What makes two jobs the same training run. A change of anything else (length, learning rate, logging, ranks, batch
 # sizes) is the user's right.
 _IDENTITY = ("model.", "data.", "quant.", "train.seq_length", "optim.name", "optim.state", "optim.master_weights")
-_NOT_IDENTITY = ("model.name", "model.init_on_meta", "quant.enabled", "data.cache_dir")
+_NOT_IDENTITY = ("model.name", "model.init_on_meta", "data.cache_dir")
 
 
 @dataclasses.dataclass

@@ -197,7 +197,8 @@ class Trainer:
             # A run that was started from elsewhere and has checkpoints of its own goes on from those, or else the same
             # command would start over after each interruption.
             if inside or own is None:
-                source, explicit = given, True
+                # Another recipe may start from it, but not in the directory of the run that wrote it.
+                source, explicit = given, not inside
         if source is None:
             self.checkpoints.set_aside(after=-1)
             return None, Position(fingerprint=self.data.fingerprint)

@@ -40,3 +40,14 @@ def test_two_jobs_do_not_share_a_run_dir(tmp_path: Path) -> None:
     with own_run_dir(cfg.run_dir), pytest.raises(ConfigError, match="another job is running in it"):
         loop.run(cfg)
     assert loop.run(cfg).steps == 1  # the lock went with its holder
+
+
+@pytest.mark.parametrize("changes", [{"quant__enabled": False}, {"quant__recipe": "mxfp4"}])
+@pytest.mark.parametrize("resume", ["auto", "run"])
+def test_another_recipe_does_not_go_on_in_a_run_dir(tmp_path: Path, changes: dict, resume: str) -> None:
+    cfg = tiny_job(tmp_path, train__max_steps=1, train__eval_batches=0)
+    loop.run(cfg)
+    changes["checkpoint__resume"] = "auto" if resume == "auto" else cfg.run_dir
+    with pytest.raises(ConfigError, match="of another job") as caught:
+        loop.run(tiny_job(tmp_path, train__max_steps=1, train__eval_batches=0, **changes))
+    assert "quant." in str(caught.value)
