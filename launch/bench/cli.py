@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": describe(device),
         "torch_build": torch_build(),
         "threads": torch.get_num_threads(),
-        "versions": {name: version for name, version in versions().items() if version is not None},
+        # Installed metadata may leave out the build of torch (2.11.0 for 2.11.0+cu130), which a figure depends on.
+        "versions": {name: v for name, v in versions().items() if v is not None} | {"torch": torch.__version__},
         "iterations": watch.iterations,
         "m": m,
         "k": k,
