@@ -26,6 +26,7 @@ from torch import nn
 
 from launch.config import ConfigError
 from launch.models import allocate, empty_model, hf_config, plain_name, quiet
+from launch.preflight import import_problem, missing_packages
 from launch.validate import EXPORT_MARK, export_problem
 
 
@@ -215,9 +216,18 @@ def main_export(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", help="a new or empty directory, or an earlier export")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
+        missing = missing_packages("transformers", "tokenizers", "safetensors")
+        if missing:
+            raise ConfigError(*missing)
         written = export_checkpoint(args.checkpoint, args.out)
     except ConfigError as error:
         print("\n".join(f"lumen-export: {p}" for p in error.problems), file=sys.stderr)
+        return 2
+    except ImportError as error:
+        problem = import_problem(error)
+        if problem is None:
+            raise
+        print(f"lumen-export: {problem}", file=sys.stderr)
         return 2
     print(f"written: {written}")
     return 0

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.config import ConfigError
+from launch.config import ConfigError, TrainConfig
 
 LOCK = ".lock"
+_EXTRA = ("transformers", "tokenizers", "safetensors", "torchao", "pyarrow", "datasets", "peft")
+
+
+def needs(package: str) -> str:
+    """What to do about a package that is missing."""
+    return f"needs {package}: pip install 'lumen-train[train]'"
+
+
+def missing_packages(*packages: str) -> list[str]:
+    """A line for each of ``packages`` that is not installed."""
+    return [needs(p) for p in packages if importlib.util.find_spec(p) is None]
+
+
+def packages_of(cfg: TrainConfig) -> list[str]:
+    """The packages of the train extra that the job ``cfg`` cannot do without."""
+    packages = ["transformers"]
+    if cfg.export is not None or cfg.data.tokenizer != "byte":
+        packages.append("tokenizers")
+    if cfg.export is not None or cfg.model.path is not None:
+        packages.append("safetensors")
+    if cfg.optim.state != "fp32":
+        packages.append("torchao")
+    sources = f"{cfg.data.train},{cfg.data.validation or ''}".split(",")
+    if cfg.data.format == "parquet" or any(s.strip().endswith((".parquet", ".pq")) for s in sources):
+        packages.append("pyarrow")
+    return packages
+
+
+def import_problem(error: ImportError) -> str | None:
+    """The line for a package of the train extra that only turned out to be missing when used; None for a bug."""
+    if "pip install" in str(error):
+        return str(error)
+    package = (error.name or "").partition(".")[0]
+    return needs(package) if package in _EXTRA else None
+
+
+def kernel_problem() -> str | None:
+    """What is wrong with the environment's choice of kernels, if anything. Imports torch."""
+    from lumen_core.kernels import registry
+
+    try:
+        registry.parse_override(os.environ.get(registry.ENVIRONMENT, ""))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _probe(folder: Path) -> None:

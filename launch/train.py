@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from launch import overrides, schema
+from launch import overrides, preflight, schema
 from launch.config import ConfigError, TrainConfig
 
 COMMON = (
@@ -153,6 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 failed for a reason it names, 2 a mistake in the configuration, 130 interrupted.
     """
+    # Before torch starts its threads: ones that spin while they wait take a shared machine's cores from each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         if args.help or args.keys:
@@ -174,6 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(cfg: TrainConfig) -> int:
     for name in ("torchao", "torch.utils._pytree"):  # what torchao says about itself when transformers imports it
         logging.getLogger(name).setLevel(logging.ERROR)
+    problems = preflight.missing_packages(*preflight.packages_of(cfg))
+    problems += filter(None, [preflight.kernel_problem()])
+    if problems:
+        _tell(*problems)
+        return 2
     from launch import loop
     from launch.checkpoint import CheckpointError
     from launch.nonfinite import NonFiniteError
@@ -182,6 +189,12 @@ def _run(cfg: TrainConfig) -> int:
         return loop.run(cfg).exit_code
     except ConfigError as error:  # may be one rank's alone: a GPU that is missing, a file that is not on its machine
         _tell(*error.problems, everywhere=True)
+        return 2
+    except ImportError as error:
+        problem = preflight.import_problem(error)
+        if problem is None:
+            raise
+        _tell(problem, everywhere=True)
         return 2
     except (CheckpointError, NonFiniteError) as error:  # the same on every rank
         _tell(str(error))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_job import tiny_job
 
-from launch import loop
+from launch import loop, train
 from launch.config import ConfigError
+from launch.hf_export import main_export
 from launch.nonfinite import NonFiniteError
-from launch.preflight import own_run_dir
+from launch.preflight import import_problem, own_run_dir
 from launch.result import RESULT
 
 
@@ -51,3 +53,43 @@ def test_another_recipe_does_not_go_on_in_a_run_dir(tmp_path: Path, changes: dic
     with pytest.raises(ConfigError, match="of another job") as caught:
         loop.run(tiny_job(tmp_path, train__max_steps=1, train__eval_batches=0, **changes))
     assert "quant." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "package"),
+    [("model=tiny", "transformers"), ("optim.state=int8", "torchao"), ("data.format=parquet", "pyarrow")],
+)
+def test_a_missing_package_is_named_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(loop, "run", lambda cfg: pytest.fail("the run was started"))
+    assert train.main([word]) == 2
+    assert capsys.readouterr().err == f"lumen-train: needs {package}: pip install 'lumen-train[train]'\n"
+
+
+def test_a_package_missed_later_is_named_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert main_export(["/no/such", "/no/out"]) == 2 and "needs safetensors: pip" in capsys.readouterr().err
+    late = ModuleNotFoundError("No module named 'pyarrow.parquet'", name="pyarrow.parquet")
+    assert import_problem(late) == "needs pyarrow: pip install 'lumen-train[train]'"
+    assert import_problem(ModuleNotFoundError("No module named 'launch.x'", name="launch.x")) is None
+
+
+def test_an_unknown_kernel_is_told_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LUMEN_KERNELS", "bogus=triton")
+    monkeypatch.setattr(loop, "run", lambda cfg: pytest.fail("the run was started"))
+    assert train.main(["model=tiny"]) == 2
+    err = capsys.readouterr().err
+    assert "unknown operation 'bogus'" in err and err.count("\n") == 1
+
+
+def test_waiting_threads_leave_the_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert train.main(["--help"]) == 0 and train.os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert train.main(["--help"]) == 0 and train.os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
