@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
             ("master_weights", master_weights, ("auto", True, False)),
             ("fused", fused, ("auto", True, False)),
         ):
-            if value not in allowed:
+            if value not in allowed or type(value) is int:  # 0 == False
                 raise ValueError(f"{option} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
         for option, value, good in (
             ("lr", lr, isinstance(lr, Tensor) or lr >= 0),

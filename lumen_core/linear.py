@@ -114,6 +114,9 @@ class QuantLinear(torch.nn.Linear):
     quant_config: QuantConfig
     quant_state: ScalingState
 
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise TypeError("QuantLinear is made from an nn.Linear: build the model with those, then call quant.enable")
+
     @classmethod
     def convert_(cls, linear: torch.nn.Linear, config: QuantConfig, base_key: int = 0) -> QuantLinear:
         """Turn `linear` into a `QuantLinear` in place."""

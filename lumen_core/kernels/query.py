@@ -11,14 +11,14 @@ from lumen_core.formats import ElementFormat
 
 @dataclass(frozen=True)
 class GemmQuery:
-    """`[m, k] x [n, k] -> [m, n]` with the formats and blocks of both operands; `m` may be None where it varies."""
+    """`[m, k] x [n, k] -> [m, n]` with the formats and blocks of both operands."""
 
     device_type: str
     a_fmt: ElementFormat
     a_block: tuple[int, int]
     b_fmt: ElementFormat
     b_block: tuple[int, int]
-    m: int | None
+    m: int
     n: int
     k: int
     out_dtype: torch.dtype

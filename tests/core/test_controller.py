@@ -188,3 +188,8 @@ def test_a_kernel_that_fails_names_itself_and_the_operands(monkeypatch):
     layer = quant.enable(nn.Linear(32, 32), recipe="mxfp8")
     with pytest.raises(RuntimeError, match=r"gemm by reference failed on .*k=32.*boom"):
         layer(torch.randn(4, 32))
+
+
+def test_a_quantized_layer_is_not_built_by_hand():
+    with pytest.raises(TypeError, match=r"quant\.enable"):
+        QuantLinear(4, 4)
