@@ -130,7 +130,7 @@ def test_b66_with_checkpointing(variant, device):
 
 @pytest.mark.parametrize("variant", ["delayed", "rowwise", "mxfp8", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_b66_token_count_may_change(variant, device):
-    """At most two recompilations (three graphs: a fixed size, a varying one, and for MX whether M fills whole blocks)."""
+    """At most two recompilations: graphs for a fixed size, a varying one, and in MX for M that fills whole blocks."""
     eager = small(variant, device)
     compiled = twin(eager)
     counter = CompileCounterWithBackend("aot_eager")
