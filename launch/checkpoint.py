@@ -63,7 +63,21 @@ class Position:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the ones before it are untouched."""
+    """A checkpoint could not be written (the ones before it are untouched), or one is damaged."""
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What a damaged file makes torch raise comes out as the one thing the user can do about it."""
+    try:
+        yield
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # torch's is a BaseException
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read, it looks damaged ({type(error).__name__}: {_first_cause(error)}); "
+            "delete it, or pass checkpoint.resume=<an older one>"
+        ) from error
 
 
 # --- finding --------------------------------------------------------------------------------------------------------
@@ -235,8 +249,6 @@ class Checkpointer:
                 shutil.rmtree(path.parent / f".writing-{path.name}", ignore_errors=True)
             raise CheckpointError(f"checkpoint {path} was not written: {problems[0]}")
 
-    # -- loading
-
     def load(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, other_recipe: bool = False
     ) -> Position:
@@ -246,7 +258,7 @@ class Checkpointer:
             other_recipe: whether another quantization than the checkpoint's is fine; its scaling state is dropped then.
 
         Raises:
-            ConfigError: it belongs to another model or job; names what differs.
+            ConfigError: it belongs to another model or job; names what differs. For damage see `reading`.
         """
         state = self.world.from_main(_read_state(path) if self.world.is_main else None)
         if state is None:
@@ -375,12 +387,13 @@ def load_model_weights(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         ConfigError: no checkpoint there, or one of another model; names what differs.
+        CheckpointError: it is damaged.
     """
     path = find_checkpoint(path)
     weights = _named("model", _model_tensors(model))
-    _check_tensors(path, _saved_tensors(path), weights, "model/")
-    with warnings.catch_warnings():
+    with reading(path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # reading alone is what was asked for
+        _check_tensors(path, _saved_tensors(path), weights, "model/")
         dcp.load(weights, storage_reader=FileSystemReader(path))
     if quant.is_enabled(model):
         quant.reset(model)

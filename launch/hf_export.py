@@ -200,7 +200,10 @@ def _stored_dtype(path: Path) -> torch.dtype:
     """The dtype of the weights in a checkpoint."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    from launch.checkpoint import reading
+
+    with reading(path):
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
     dtypes = [e.properties.dtype for name, e in entries.items() if name.startswith("model/")]
     if not dtypes:
         raise ConfigError(f"{path}: there are no weights in this checkpoint")
@@ -208,7 +211,9 @@ def _stored_dtype(path: Path) -> torch.dtype:
 
 
 def main_export(argv: Sequence[str] | None = None) -> int:
-    """`lumen-export CHECKPOINT OUT`; returns the exit code: 0 done, 2 a mistake of the user's."""
+    """`lumen-export CHECKPOINT OUT`; returns the exit code: 0 done, 1 a checkpoint is damaged, 2 a user's mistake."""
+    from launch.checkpoint import CheckpointError
+
     parser = argparse.ArgumentParser(
         prog="lumen-export", description="Write the weights of a lumen-train checkpoint as a Hugging Face directory."
     )
@@ -223,6 +228,9 @@ def main_export(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print("\n".join(f"lumen-export: {p}" for p in error.problems), file=sys.stderr)
         return 2
+    except CheckpointError as error:
+        print(f"lumen-export: {error}", file=sys.stderr)
+        return 1
     except ImportError as error:
         problem = import_problem(error)
         if problem is None:

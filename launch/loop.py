@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from launch import summary
-from launch.checkpoint import Checkpointer, CheckpointError, Position, find_checkpoint
+from launch.checkpoint import Checkpointer, CheckpointError, Position, find_checkpoint, reading
 from launch.config import ConfigError, TrainConfig, resolve
 from launch.data import Data, build_data
 from launch.distributed import DTYPES, World, join_world, shard_model
@@ -36,7 +36,7 @@ def run(cfg: TrainConfig) -> RunResult:
     Raises:
         ConfigError: something only the user can put right.
         NonFiniteError: too many steps with a non-finite loss or gradient, or a last validation loss that is not finite.
-        CheckpointError: the last checkpoint could not be written.
+        CheckpointError: the last checkpoint could not be written, or the one to go on from is damaged.
     """
     with join_world(cfg.backend.device) as world:
         cfg = resolve(cfg, world.size)
@@ -202,7 +202,8 @@ class Trainer:
         if source is None:
             self.checkpoints.set_aside(after=-1)
             return None, Position(fingerprint=self.data.fingerprint)
-        position = self.checkpoints.load(source, self.model, self.optimizer, other_recipe=explicit)
+        with reading(source):
+            position = self.checkpoints.load(source, self.model, self.optimizer, other_recipe=explicit)
         if any(self.world.gather(position.fingerprint != self.data.fingerprint)):  # a node may have other files
             raise ConfigError(
                 f"checkpoint {source}: the text of data.train={self.cfg.data.train} is no longer the one it was "

@@ -10,6 +10,7 @@ import torch
 from tiny_job import tiny_job
 
 from launch import loop, train
+from launch.checkpoint import FOLDER, CheckpointError
 from launch.config import ConfigError
 from launch.hf_export import main_export
 from launch.nonfinite import NonFiniteError
@@ -93,3 +94,17 @@ def test_waiting_threads_leave_the_cores_to_others(monkeypatch: pytest.MonkeyPat
     assert train.main(["--help"]) == 0 and train.os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert train.main(["--help"]) == 0 and train.os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+@pytest.mark.parametrize("damage", ["metadata cut", "metadata empty", "data empty"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    cfg = tiny_job(tmp_path, train__max_steps=1, train__eval_batches=0)
+    loop.run(cfg)
+    checkpoint = Path(cfg.run_dir) / FOLDER / "step_00000001"
+    file = checkpoint / ".metadata" if damage.startswith("metadata") else next(checkpoint.glob("*.distcp"))
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2 if damage.endswith("cut") else 0])
+    with pytest.raises(CheckpointError, match="step_00000001 cannot be read.*checkpoint.resume=<an older one>"):
+        loop.run(cfg)
+    assert main_export([cfg.run_dir, str(tmp_path / "out")]) == 1
+    assert "step_00000001 cannot be read" in capsys.readouterr().err
