@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 from launch import summary
-from launch.config import TrainConfig
+from launch.config import ConfigError, TrainConfig
 from launch.distributed import World
 from launch.loop import train
 from launch.report import METRICS, read_metrics
@@ -51,11 +51,25 @@ def run_compare(cfg: TrainConfig, world: World, stop: GracefulStop) -> RunResult
         if results[-1].interrupted or (len(results) == 1 and stop.agreed()):
             results[-1].interrupted = True
             return results[-1]
+        _check_length(results[-1], cfg.train.max_steps)
     first, reference = results
     first.gap_percent = summary.gap_percent(first.validation_loss, reference.validation_loss)
     if world.is_main:
         _report(cfg, first, reference, world)
     return world.from_main(first)
+
+
+def _check_length(side: RunResult, steps: int) -> None:
+    """Losses after unequally many steps say nothing about recipes.
+
+    Raises:
+        ConfigError: an earlier command trained ``side`` for more than ``steps``.
+    """
+    if side.steps != steps:
+        raise ConfigError(
+            f"compare: {side.run_dir} has {side.steps} steps done, train.max_steps={steps}; set "
+            f"train.max_steps={side.steps}, another run_dir, or checkpoint.resume=never"
+        )
 
 
 def _report(cfg: TrainConfig, first: RunResult, reference: RunResult, world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -228,6 +229,7 @@ class Reporter:
         self.tensorboard = _open_tensorboard(run_dir / "tensorboard", step) if main else None
         self.message = self.display.message
         self.status: Status | None = None
+        self.failed = False  # whether a warning was given that something could not be written
 
     def steps(self, rows: Sequence[dict[str, Any]], status: Status) -> None:
         """Records the steps since the last call (``step``, ``loss``, ``grad_norm``, ``lr``, …) and shows ``status``."""
@@ -243,6 +245,14 @@ class Reporter:
         self.message(f"step {step}: validation loss {loss:.4f}")
 
     def _record(self, rows: Sequence[dict[str, Any]]) -> None:
+        try:
+            self._write(rows)
+        except OSError as error:  # a full disk, say: training is worth more than its curves
+            if not self.failed:
+                self.message(f"WARNING: metrics cannot be written, some will be missing: {error}; training goes on")
+            self.failed = True
+
+    def _write(self, rows: Sequence[dict[str, Any]]) -> None:
         if self.metrics is not None:
             self.metrics.write(rows)
         if self.tensorboard is not None:
@@ -255,7 +265,7 @@ class Reporter:
     def close(self) -> None:
         """Gives the terminal back and closes the files."""
         self.display.close()
-        if self.metrics is not None:
-            self.metrics.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        for writer in (self.metrics, self.tensorboard):
+            if writer is not None:
+                with contextlib.suppress(OSError):  # what is still buffered goes the way of what was warned of
+                    writer.close()

@@ -163,4 +163,11 @@ def export_problem(target: str | os.PathLike[str], source: str | None = None) ->
             return "expected a new or empty directory, or an earlier export; this one holds other files"
     elif path.exists() or path.is_symlink():
         return "expected a directory, this is a file"
+    parent = path.absolute().parent
+    while not parent.exists() and not parent.is_symlink():
+        parent = parent.parent
+    if not parent.is_dir():
+        return f"expected a place in a directory, {parent} is a file"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"nothing can be written in {parent}"
     return None

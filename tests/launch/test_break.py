@@ -15,7 +15,9 @@ from launch.config import ConfigError
 from launch.hf_export import main_export
 from launch.nonfinite import NonFiniteError
 from launch.preflight import import_problem, own_run_dir
+from launch.report import Reporter, Status
 from launch.result import RESULT
+from launch.validate import export_problem
 
 
 def test_a_last_validation_loss_that_is_not_finite_is_a_failure(
@@ -108,3 +110,34 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         loop.run(cfg)
     assert main_export([cfg.run_dir, str(tmp_path / "out")]) == 1
     assert "step_00000001 cannot be read" in capsys.readouterr().err
+
+
+def test_places_that_cannot_be_written_are_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="run_dir=.*cannot be written to: Not a directory"):
+        loop.run(tiny_job(tmp_path, run_dir=str(file / "run")))
+    assert export_problem(file / "a" / "out") == f"expected a place in a directory, {file} is a file"
+    assert export_problem(tmp_path / "a" / "out") is None
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert export_problem(tmp_path / "a" / "out") == f"nothing can be written in {tmp_path}"
+
+
+def test_a_disk_that_fills_up_costs_the_curves_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(rows: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    reporter = Reporter(tmp_path, "test")
+    reporter.metrics.write = full
+    for step in (1, 2):
+        reporter.steps([{"step": step, "loss": 1.0}], Status(step, 2, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0))
+    reporter.close()
+    assert capsys.readouterr().out.count("WARNING: metrics cannot be written") == 1
+
+
+def test_sides_of_different_length_are_not_compared(tmp_path: Path) -> None:
+    loop.run(tiny_job(tmp_path, train__max_steps=2, compare="bf16"))
+    with pytest.raises(ConfigError, match="mxfp8 has 2 steps done, train.max_steps=1"):
+        loop.run(tiny_job(tmp_path, train__max_steps=1, compare="bf16"))
