@@ -30,6 +30,10 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
+LARGEST = 2**20
+"""Limit of sizes and counts: far above any use, far below what overflows."""
+
+
 def option(default: Any, help: str, **limits: Any) -> Any:
     """A dataclass field with its documentation and what it accepts.
 
@@ -56,20 +60,20 @@ class ModelConfig:
     name: str = option("custom", "a label, used in the default run_dir")
     path: str | None = option(None, "local Hugging Face directory (config.json + safetensors); overrides the sizes")
     architecture: str = option("llama", "model family", choices=("llama", "qwen3", "qwen3_moe"))
-    hidden_size: int = option(192, "width of the residual stream", low=1)
-    intermediate_size: int = option(512, "width of the dense MLP", low=1)
-    num_hidden_layers: int = option(6, "decoder layers", low=1)
-    num_attention_heads: int = option(6, "query heads", low=1)
-    num_key_value_heads: int = option(6, "key/value heads (grouped-query attention)", low=1)
-    head_dim: int | None = option(None, "size of a head; null = hidden_size / num_attention_heads", low=1)
-    vocab_size: int | None = option(None, "entries of the embedding; null = the tokenizer's", low=1)
+    hidden_size: int = option(192, "width of the residual stream", low=1, high=LARGEST)
+    intermediate_size: int = option(512, "width of the dense MLP", low=1, high=LARGEST)
+    num_hidden_layers: int = option(6, "decoder layers", low=1, high=LARGEST)
+    num_attention_heads: int = option(6, "query heads", low=1, high=LARGEST)
+    num_key_value_heads: int = option(6, "key/value heads (grouped-query attention)", low=1, high=LARGEST)
+    head_dim: int | None = option(None, "size of a head; null = hidden_size / num_attention_heads", low=1, high=LARGEST)
+    vocab_size: int | None = option(None, "entries of the embedding; null = the tokenizer's", low=1, high=2**24)
     max_position_embeddings: int = option(2048, "longest sequence", low=1)
     rope_theta: float = option(10000.0, "rotary base", above=0.0)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rms_norm_eps: float = option(1e-5, "epsilon of RMSNorm", above=0.0)
     tie_word_embeddings: bool = option(False, "lm_head shares the embedding")
     attention_bias: bool = option(False, "bias in the attention projections")
-    initializer_range: float = option(0.02, "standard deviation of the initial weights", above=0.0)
+    initializer_range: float = option(0.02, "standard deviation of the initial weights", above=0.0, high=1.0)
     num_experts: int = option(0, "qwen3_moe: experts per layer", low=0)
     num_experts_per_tok: int = option(0, "qwen3_moe: experts each token goes to", low=0)
     moe_intermediate_size: int = option(0, "qwen3_moe: width of one expert", low=0)
@@ -153,9 +157,11 @@ class TrainLoopConfig:
     """The loop: how long, how large, how precise, how often to look."""
 
     max_steps: int = option(1000, "optimizer steps", low=1)
-    micro_batch_size: int = option(8, "sequences per rank and forward pass", low=1)
-    global_batch_size: int | None = option(None, "sequences per step; null = micro_batch_size x ranks", low=1)
-    seq_length: int = option(256, "tokens per sequence", low=1)
+    micro_batch_size: int = option(8, "sequences per rank and forward pass", low=1, high=LARGEST)
+    global_batch_size: int | None = option(
+        None, "sequences per step; null = micro_batch_size x ranks", low=1, high=LARGEST
+    )
+    seq_length: int = option(256, "tokens per sequence", low=1, high=2**24)
     seed: int = option(0, "initialisation, data order and rounding noise", low=0, high=2**63 - 1)
     dtype: str = option("bf16", "precision outside the quantized GEMMs", choices=("bf16", "fp32"))
     grad_clip: float = option(1.0, "largest gradient norm; 0 = no clipping", low=0.0)

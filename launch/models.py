@@ -33,7 +33,8 @@ def hf_config(model: ModelConfig, vocab_size: int) -> Any:
     if model.path is not None:
         if not (Path(model.path).expanduser() / "config.json").is_file():
             raise ConfigError(f"model.path={model.path}: there is no config.json in it")
-        config = AutoConfig.from_pretrained(Path(model.path).expanduser(), local_files_only=True)
+        with _usable(model.path, "config.json"):
+            config = AutoConfig.from_pretrained(Path(model.path).expanduser(), local_files_only=True)
         if getattr(config, "quantization_config", None) is not None:
             raise ConfigError(f"model.path={model.path}: its weights are stored quantized; use an unquantized model")
     else:
@@ -42,6 +43,31 @@ def hf_config(model: ModelConfig, vocab_size: int) -> Any:
         key = "model.vocab_size" if model.path is None else f"vocab_size of model.path={model.path}"
         raise ConfigError(f"{key}={config.vocab_size}: expected at least the tokenizer's {vocab_size} entries")
     return config
+
+
+@contextlib.contextmanager
+def _usable(path: str, what: str) -> Iterator[None]:
+    """The many kinds of error that Hugging Face has for a broken directory, as one line that names the file."""
+    try:
+        yield
+    except (ConfigError, ImportError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"model.path={path}: {what} cannot be read: {reason}") from error
+
+
+def _damaged(path: str) -> str | None:
+    """Name of the first safetensors file in ``path`` whose header cannot be read; None where all are fine."""
+    from safetensors import safe_open
+
+    for file in sorted(Path(path).expanduser().glob("*.safetensors")):
+        try:
+            with safe_open(str(file), framework="pt"):
+                pass
+        except Exception:  # safetensors has an error class of its own for each version
+            return file.name
+    return None
 
 
 def _numbers(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
@@ -135,7 +161,7 @@ def quiet() -> Iterator[None]:
 def _pretrained(path: str, config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    with quiet():
+    with quiet(), _usable(path, _damaged(path) or "its weights"):
         built, info = AutoModelForCausalLM.from_pretrained(
             Path(path).expanduser(),
             config=config,

@@ -63,7 +63,7 @@ class _CommandLine:
         name, equals, value = line.partition("=")
         bare = name.lstrip("+").strip()
         if line.startswith("~"):
-            raise ConfigError(f"{line}: keys cannot be deleted; leave the key out, or write {name[1:]}=null")
+            raise ConfigError(f"{line}: keys cannot be deleted; leave the key out{self._or_null(name[1:])}")
         if not equals:
             every = [*self.groups, *self.known]
             raise ConfigError(f"{line}: expected key=value; nearest: {nearest(bare, every)}=…")
@@ -80,9 +80,15 @@ class _CommandLine:
                 raise ConfigError(f"{line}: Hydra's own settings are not used; run_dir=… is where a run is written")
             prefix = f"{bare}."
             if any(k.startswith(prefix) for k in self.known):
-                self.hydra.append(f"++{bare}={value}")  # a whole section, e.g. model.rope_scaling={…}
+                # A whole section, e.g. model.rope_scaling={…}: what was typed for its keys before no longer holds.
+                self.shown = {k: v for k, v in self.shown.items() if not k.startswith(prefix)}
+                self.hydra.append(f"++{bare}={value}")
                 return
             raise ConfigError(unknown_key(bare, value, self.known))
+
+    def _or_null(self, name: str) -> str:
+        key = self.known.get(name.strip())
+        return f", or write {key.name}=null" if key is not None and key.optional else ""
 
     def _group(self, name: str, group: str, value: str) -> None:
         options = self.groups[group]
@@ -132,6 +138,8 @@ class _CommandLine:
                 raise ConfigError(f"{key.name}={value}: expected {key.expected()}")
             return _quote(value)
         if typing.get_origin(key.type) is tuple and typing.get_args(key.type)[0] is str:
+            if value.count("[") != value.count("]"):
+                raise ConfigError(f"{key.name}={value}: expected {key.expected()}, such as [a,b]")
             return _string_list(value)
         self._check_grammar(key, value)
         return value
@@ -161,7 +169,9 @@ def _quote(text: str) -> str:
 
 
 def _string_list(value: str) -> str:
-    inner = value.strip().removeprefix("[").removesuffix("]")
+    inner = value.strip()
+    if inner.startswith("[") and inner.endswith("]"):  # a glob may hold one: layers.[01]
+        inner = inner[1:-1]
     return "[" + ",".join(_quote(part.strip().strip("'\"")) for part in inner.split(",") if part.strip()) + "]"
 
 

@@ -11,9 +11,11 @@ from tiny_job import tiny_job
 
 from launch import loop, train
 from launch.checkpoint import FOLDER, CheckpointError
-from launch.config import ConfigError
+from launch.config import ConfigError, ModelConfig
 from launch.hf_export import main_export
+from launch.models import build_model
 from launch.nonfinite import NonFiniteError
+from launch.overrides import load
 from launch.preflight import import_problem, own_run_dir
 from launch.report import Reporter, Status
 from launch.result import RESULT
@@ -141,3 +143,51 @@ def test_sides_of_different_length_are_not_compared(tmp_path: Path) -> None:
     loop.run(tiny_job(tmp_path, train__max_steps=2, compare="bf16"))
     with pytest.raises(ConfigError, match="mxfp8 has 2 steps done, train.max_steps=1"):
         loop.run(tiny_job(tmp_path, train__max_steps=1, compare="bf16"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"not what it should be"])
+def test_a_broken_model_directory_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    build_model(ModelConfig(**small, num_key_value_heads=1), 32).save_pretrained(tmp_path)
+    build_model(ModelConfig(path=str(tmp_path)), 32)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: {name} cannot be read") as caught:
+        build_model(ModelConfig(path=str(tmp_path)), 32)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model.initializer_range=2",
+        "model.vocab_size=1e12",
+        "model.hidden_size=1e9",
+        "train.micro_batch_size=1e9",
+        "train.global_batch_size=1e9",
+        "train.seq_length=1e9",
+    ],
+)
+def test_absurd_sizes_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{word}: expected .*<="):
+        load([word])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("~train.max_steps", "~train.max_steps: keys cannot be deleted; leave the key out"),
+        ("~compare=bf16", "~compare=bf16: keys cannot be deleted; leave the key out, or write compare=null"),
+        ("train.max_steps=6 train={max_steps:abc}", "train.max_steps='abc': expected an integer >= 1"),
+        ("quant.apply_modules=[", "quant.apply_modules=[: expected a list of strings, or null, such as [a,b]"),
+        ("quant.apply_modules=a]", "quant.apply_modules=a]: expected a list of strings, or null, such as [a,b]"),
+    ],
+)
+def test_what_is_told_about_a_word_is_true(words: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(words.split())
+    assert str(caught.value) == told
+
+
+def test_brackets_of_a_glob_are_no_list() -> None:
+    assert load(["quant.apply_modules=layers.[01]"])[0].quant.options["apply_modules"] == ("layers.[01]",)
