@@ -69,8 +69,8 @@ def batches(device: torch.device, count: int, tokens: int = 24):
         yield torch.randn(2, tokens, 64, device=device) * factor, torch.randn(2, tokens, 64, device=device) * factor
 
 
-def compare(variant: str, backend: str, device: torch.device, steps: int, limit: float) -> None:
-    eager = block(variant, device)
+def compare(variant: str, backend: str, device: torch.device, steps: int, limit: float, make=block) -> None:
+    eager = make(variant, device)
     compiled = twin(eager)
     counter = CompileCounterWithBackend(backend)
     run = torch.compile(compiled, backend=counter, fullgraph=True)
@@ -95,8 +95,10 @@ def test_b66_full_graph_matches_eager(variant, device):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", NAMED)
 def test_b66_inductor_matches_eager(variant, device):
-    """Fused kernels may round an intermediate differently, which can move a value to the next code."""
-    compare(variant, "inductor", device, 3, 5e-2 if variant == "mxfp4" else 2e-2)
+    """Fused kernels may round an intermediate differently, which can move a value to the next code. On a CPU the C++
+    compiler takes over ten minutes for a whole block in 4 bits, so two layers stand for it there."""
+    make = small if variant == "mxfp4" and device.type == "cpu" else block
+    compare(variant, "inductor", device, 3, 5e-2 if variant == "mxfp4" else 2e-2, make)
 
 
 # Below, one linear layer between two others stands for the block: tracing seven layers in each mode takes minutes.
