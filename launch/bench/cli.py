@@ -101,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": describe(device),
         "torch_build": torch_build(),
         "threads": torch.get_num_threads(),
-        # Installed metadata may leave out the build of torch (2.11.0 for 2.11.0+cu130), which a figure depends on.
-        "versions": {name: v for name, v in versions().items() if v is not None} | {"torch": torch.__version__},
+        "versions": {name: version for name, version in versions().items() if version is not None},
         "iterations": watch.iterations,
         "m": m,
         "k": k,

@@ -1,5 +1,5 @@
-"""Which packages are here, without importing any: some take seconds, and some end the process when hardware
-is absent.
+"""Which packages are here, without importing any but torch: some take seconds, and some end the process when
+hardware is absent.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+
+import torch
 
 # Name shown: (module, names of the distributions that provide it; ROCm builds of a package have names of
 # their own).
@@ -36,6 +38,8 @@ def version_of(name: str) -> str | None:
     """Version of one of `PACKAGES`; "unknown" when it is importable but no distribution claims it; None when
     absent.
     """
+    if name == "torch":
+        return torch.__version__  # metadata may leave out the build: 2.11.0 for 2.11.0+cu130
     module, distributions = PACKAGES[name]
     for distribution in distributions:
         try:
