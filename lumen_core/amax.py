@@ -109,12 +109,11 @@ class ScalingState:
         self.current.copy_(current)
         self.in_use.copy_(_chosen(self.history, algo))
 
-    def reset(self, role: int | None = None) -> None:
-        """Forget history, so that the next pass scales by current values; only one role where given."""
-        columns = slice(None) if role is None else slice(role, role + 1)
-        self.history[:, columns] = 0
-        self.current[columns] = _NOT_SEEN
-        self.in_use[columns] = 0
+    def reset(self) -> None:
+        """Forget history, so that the next pass scales by current values."""
+        self.history.zero_()
+        self.current.fill_(_NOT_SEEN)
+        self.in_use.zero_()
 
 
 def end_step(
