@@ -187,7 +187,7 @@ def test_set_up_installs_torch_where_there_is_none_that_will_do(
 
 def test_make_and_ci(tmp_path: Path) -> None:
     def planned(*arguments: str) -> str:
-        done = run("make", "-n", f"VENV={tmp_path}/env", *arguments, cwd=ROOT)
+        done = run("make", "--no-print-directory", "-n", f"VENV={tmp_path}/env", *arguments, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

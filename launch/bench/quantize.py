@@ -81,6 +81,8 @@ def work(cast: Cast, x: torch.Tensor, compiled: bool) -> partial[Any]:
     """A callable that casts `x` once, random bits included."""
     fmt = element_format(cast.element, resolve_flavour("auto", x.device))
     amax = x.abs().amax() if cast.known_amax else None
+    if compiled:
+        torch.compiler.reset()  # all casts share one function: past eight of them the compiler would run it eagerly
 
     def function(t: torch.Tensor) -> Any:
         noise = stochastic_noise((t.shape[0], t.shape[1]), 0, t.device) if cast.stochastic else None
