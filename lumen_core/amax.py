@@ -75,12 +75,20 @@ class ScalingState:
         """
         own = x.abs().amax().to(torch.float32)
         if record:
-            slot = self.current[role]
-            slot.copy_(torch.maximum(slot, own))
-        in_use = self.in_use[role]
+            self.note(role, own)
         if role == WEIGHT:
-            return torch.maximum(in_use, own)
+            return self.weight_amax(own)
+        in_use = self.in_use[role]
         return torch.where((in_use > 0) & torch.isfinite(own), in_use, own)
+
+    def note(self, role: int, own: torch.Tensor) -> None:
+        """Let this step's maximum take in a tensor's own amax, 0-dim fp32."""
+        slot = self.current[role]
+        slot.copy_(torch.maximum(slot, own))
+
+    def weight_amax(self, own: torch.Tensor) -> torch.Tensor:
+        """The amax to scale a weight by whose own is `own`."""
+        return torch.maximum(self.in_use[WEIGHT], own)
 
     def notice_update(self, weight_version: int, algo: str) -> None:
         """End this layer's step if its weight was written since the last pass (a hand-written update).
@@ -96,6 +104,11 @@ class ScalingState:
         key = self.counter.clone()
         self.counter.add_(1)
         return key
+
+    def rekey(self, base_key: int) -> None:
+        """Draw from another stream from now on: the layer's name became known."""
+        self._base_key = base_key
+        self.counter.copy_((self.counter & _COUNT_MASK) | base_key)
 
     def set_count(self, counter: torch.Tensor) -> None:
         """Continue counting from a saved counter, which may be another rank's: only its count is taken."""

@@ -26,6 +26,7 @@ __all__ = [
     "e8m0_from_amax",
     "encode",
     "pack_fp4",
+    "quantize",
     "quantize_block",
     "quantize_mx",
     "quantize_row",
@@ -39,7 +40,7 @@ TENSOR_BLOCK = (0, 0)
 ROW_BLOCK = (1, 0)
 
 # scale and 1/scale must both be normal fp32 numbers (smallest normal 2**-126).
-_MIN_SCALE = 2.0**-126
+MIN_SCALE = 2.0**-126
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
 
@@ -115,7 +116,7 @@ def scale_from_amax(amax: torch.Tensor, fmt: ElementFormat, margin: int = 0, pow
         margin: binary orders of head room above amax.
         pow2: round the scale up to a power of two.
     """
-    amax = amax.to(torch.float32).clamp(min=_MIN_SCALE * fmt.max)
+    amax = amax.to(torch.float32).clamp(min=MIN_SCALE * fmt.max)
     # By a tensor: dividing by a Python number, CUDA multiplies by its rounded reciprocal, one unit off the CPU.
     scale = amax / torch.full_like(amax, fmt.max)
     if margin:
@@ -171,6 +172,28 @@ def _e8m0_reciprocal(byte: torch.Tensor) -> torch.Tensor:
 
 
 # --- quantization -----------------------------------------------------------------------------------------------------
+
+
+def quantize(
+    x: torch.Tensor,
+    fmt: ElementFormat,
+    block: tuple[int, int],
+    *,
+    mx: bool = False,
+    rounding: str = "ceil",
+    margin: int = 0,
+    pow2: bool = False,
+    amax: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale at any granularity; arguments as in `lumen_core.tensor.quantize`."""
+    if mx:
+        return quantize_mx(x, fmt, block, rounding, noise)
+    if block == TENSOR_BLOCK:
+        return quantize_tensor(x, fmt, amax=amax, margin=margin, pow2=pow2, noise=noise)
+    if block == ROW_BLOCK:
+        return quantize_row(x, fmt, pow2=pow2, noise=noise)
+    return quantize_block(x, fmt, block, pow2=pow2, noise=noise)
 
 
 def quantize_tensor(

@@ -127,6 +127,11 @@ def controllers(model: torch.nn.Module) -> list[Controller]:
     return [m.__dict__[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in m.__dict__]
 
 
+def live_controllers() -> list[Controller]:
+    """Controllers of all enabled models, in the order in which they were made: the same on every rank."""
+    return sorted(_live, key=lambda controller: controller.serial)
+
+
 def base_key(name: str, seed: int) -> int:
     """Key of a module's stochastic rounding: differs by module, seed and data-parallel rank; 32 low bits are free."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

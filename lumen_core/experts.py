@@ -13,7 +13,9 @@ import torch
 
 from lumen_core.amax import ScalingState
 from lumen_core.config import QuantConfig
+from lumen_core.gathered import GatheredWeight
 from lumen_core.linear import quantized_linear
+from lumen_core.sharding import ObservedParameters, parameters_moved
 
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -39,7 +41,7 @@ def unsupported_bank(module: torch.nn.Module) -> str | None:
     return None
 
 
-class QuantExperts:
+class QuantExperts(ObservedParameters):
     """Mixin that gives an expert bank quantized GEMMs; combined with the bank's own class by `convert_`.
 
     Attributes:
@@ -75,7 +77,10 @@ class QuantExperts:
 
     def _weights(self, name: str) -> list[torch.Tensor]:
         # unbind, not indexing: its backward stacks the gradients once instead of adding E mostly empty banks.
-        weights = getattr(self, name).unbind(0)
+        bank = getattr(self, name)
+        if isinstance(bank, GatheredWeight):
+            bank._info.notice_pass(self.training)
+        weights = bank.unbind(0)
         return [w.t() for w in weights] if getattr(self, "is_transposed", False) else list(weights)
 
     def _linear(self, name: str, expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -95,6 +100,7 @@ class QuantExperts:
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
+        parameters_moved(self)
         for name, state in self.quant_states.items():
             state.to(getattr(self, name).device)
         return self

@@ -16,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from lumen_core.amax import ScalingState
 from lumen_core.config import QuantConfig
+from lumen_core.gathered import GatheredWeight, WeightView
 from lumen_core.operands import LinearOperands
+from lumen_core.sharding import ObservedParameters, parameters_moved
 
 __all__ = ["QuantLinear", "quantized_linear"]
 
@@ -25,11 +27,16 @@ class _QuantizedLinear(torch.autograd.Function):
     """Autograd rule on matrices: x `[M, K]`, weight `[N, K]` -> `[M, N]`; none of M, N, K is 0."""
 
     @staticmethod
-    def forward(ctx, x, weight, config, state, record, out_dtype, backward_follows):
+    def forward(ctx, x, weight, config, state, record, out_dtype, backward_follows, info, *parts):
         operands = LinearOperands(config, x.device, state, record)
+        ctx.gathered = None
+        if info is not None:
+            # The wrapper stands for the gradient only; its bytes come as inputs of their own, which are saved instead.
+            ctx.gathered = (info, (weight.shape[0], weight.shape[1]), weight.dtype)
+            weight = WeightView(parts, *ctx.gathered)
         # needs_input_grad alone is true under no_grad as well, where an activation kept for wgrad is work for nothing.
         out, saved, scale = operands.forward(x, weight, out_dtype, backward_follows and ctx.needs_input_grad[1])
-        ctx.save_for_backward(saved, scale, weight)
+        ctx.save_for_backward(saved, scale, *(parts if info is not None else (weight,)))
         ctx.operands = operands
         ctx.x_dtype = x.dtype
         ctx.x_shape = (x.shape[0], x.shape[1])
@@ -38,7 +45,8 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        saved, scale, weight = ctx.saved_tensors
+        saved, scale, *parts = ctx.saved_tensors
+        weight = parts[0] if ctx.gathered is None else WeightView(tuple(parts), *ctx.gathered)
         with torch.autocast(grad_output.device.type, enabled=False):
             grad_x, grad_weight = ctx.operands.backward(
                 grad_output,
@@ -50,7 +58,7 @@ class _QuantizedLinear(torch.autograd.Function):
                 needs_dgrad=ctx.needs_input_grad[0],
                 needs_wgrad=ctx.needs_input_grad[1],
             )
-        return grad_x, grad_weight, None, None, None, None, None
+        return (grad_x, grad_weight, *[None] * (6 + (0 if ctx.gathered is None else len(parts))))
 
 
 def quantized_linear(
@@ -67,7 +75,7 @@ def quantized_linear(
     Args:
         x: `[..., K]`, any float dtype, zero or more tokens.
         weight: `[N, K]` in x's dtype, or any float dtype under autocast, which sets the output's dtype only: the weight
-            is quantized from its own value.
+            is quantized from its own value. A `GatheredWeight` brings its codes.
         bias: `[N]` or None, added in high precision.
         config: the recipe.
         state: amax history and rounding counter; needed for delayed scaling.
@@ -94,13 +102,16 @@ def quantized_linear(
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     with torch.autocast(device_type, enabled=False):
         tokens = x.reshape(-1, x.shape[-1])
-        out = _QuantizedLinear.apply(tokens, weight, config, state, record, x.dtype, torch.is_grad_enabled())
+        info, parts = (weight._info, weight.parts()) if isinstance(weight, GatheredWeight) else (None, ())
+        grad = torch.is_grad_enabled()
+        out = _QuantizedLinear.apply(tokens, weight, config, state, record, x.dtype, grad, info, *parts)
         if bias is not None:
             out = out + bias.to(out.dtype)
-        return out.reshape(*x.shape[:-1], weight.shape[0])
+        # Not marked as a view of a buffer that nobody else holds: hosts warn of writes to views.
+        return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], weight.shape[0]))
 
 
-class QuantLinear(torch.nn.Linear):
+class QuantLinear(ObservedParameters, torch.nn.Linear):
     """`nn.Linear` whose GEMMs follow a `QuantConfig`.
 
     `quantize.enable` turns an existing `nn.Linear` into this class in place, so that parameters, names, hooks and other
@@ -138,10 +149,14 @@ class QuantLinear(torch.nn.Linear):
         record = self.training and torch.is_grad_enabled()
         if record and self.quant_config.scaling == "delayed" and not torch.compiler.is_compiling():
             self.quant_state.notice_update(self.weight._version, self.quant_config.amax_algo)
-        return quantized_linear(input, self.weight, self.bias, self.quant_config, self.quant_state, record=record)
+        weight = self.weight
+        if isinstance(weight, GatheredWeight) and not torch.compiler.is_compiling():
+            weight._info.notice_pass(self.training)
+        return quantized_linear(input, weight, self.bias, self.quant_config, self.quant_state, record=record)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
+        parameters_moved(self)
         self.quant_state.to(self.weight.device)
         return self
 

@@ -10,11 +10,17 @@ from lumen_core.amax import GRADIENT, INPUT, WEIGHT, ScalingState
 from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
 from lumen_core.config import QuantConfig
 from lumen_core.formats import element_format, resolve_flavour
+from lumen_core.gathered import WeightView
 from lumen_core.hadamard import HADAMARD_BLOCK, hadamard
 from lumen_core.kernels import registry
 from lumen_core.kernels.reference import matmul_bf16
+from lumen_core.requantize import mx_to_tensor
 from lumen_core.rounding import stochastic_noise
 from lumen_core.tensor import QuantizedTensor, quantize
+from lumen_core.wire import WireFormat
+
+# What the GEMMs take as a weight: its values, or the codes that a low-precision gather brought.
+Weight = torch.Tensor | WeightView
 
 # Streams of one rounding key: the copies for dgrad and wgrad must not share random bits.
 _DGRAD_STREAM, _WGRAD_STREAM = 0, 1
@@ -42,7 +48,7 @@ class LinearOperands:
         self.low_wgrad = config.wgrad == "low" and config.quantize_activation
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, needs_wgrad: bool
+        self, x: torch.Tensor, weight: Weight, out_dtype: torch.dtype, needs_wgrad: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """fprop, and what wgrad needs of the activation.
 
@@ -64,7 +70,7 @@ class LinearOperands:
             quantized = self._activation(x)
 
         if not low_fprop:
-            out = matmul_bf16(x, weight, out_dtype)
+            out = matmul_bf16(x, _values(weight), out_dtype)
         elif quantized is None:
             out = matmul_bf16(x, self._weight(weight).dequantize(x.dtype), out_dtype)
         else:
@@ -78,7 +84,7 @@ class LinearOperands:
     def backward(
         self,
         grad: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         saved: torch.Tensor | None,
         saved_scale: torch.Tensor | None,
         x_shape: tuple[int, int],
@@ -109,7 +115,7 @@ class LinearOperands:
                 # Weight only: any axis will do, so the gradient belongs to the very weight that fprop multiplied.
                 grad_x = matmul_bf16(grad, self._weight(weight).dequantize(grad.dtype).t(), x_dtype)
             else:
-                grad_x = matmul_bf16(grad, weight.t(), x_dtype)
+                grad_x = matmul_bf16(grad, _values(weight).t(), x_dtype)
         if needs_wgrad:
             if self.low_wgrad:
                 x = self._saved_activation(saved, saved_scale, x_shape)
@@ -123,7 +129,7 @@ class LinearOperands:
     def _low_dgrad(
         self,
         grad: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         shared: QuantizedTensor | None,
         key: torch.Tensor | int,
         out_dtype: torch.dtype,
@@ -176,18 +182,47 @@ class LinearOperands:
         shape = (m, k) if config.activation_block == TENSOR_BLOCK else (k, m)
         return QuantizedTensor(saved, scale, fmt, config.activation_block, shape)
 
-    def _weight(self, weight: torch.Tensor) -> QuantizedTensor:
+    def _weight(self, weight: Weight) -> QuantizedTensor:
         """The weight as fprop multiplies it, `[N, K]`."""
+        if isinstance(weight, WeightView):
+            return self._gathered(weight)
         return self._quantize(weight, self.config.weight_format, self.config.weight_block, WEIGHT)
 
-    def _weight_for_dgrad(self, weight: torch.Tensor) -> QuantizedTensor:
+    def _weight_for_dgrad(self, weight: Weight) -> QuantizedTensor:
         """The weight as dgrad multiplies it, `[K, N]`, blocked along N."""
         rows, columns = self.config.weight_block
         if rows == columns:
             return self._weight(weight).transpose()
-        if self.config.dgrad_weight == "from_rows":
-            weight = self._weight(weight).dequantize()
-        return self._weight(weight.t())
+        if isinstance(weight, WeightView):
+            if self._as_sent(weight) and weight.has_columns:
+                return weight.columns()
+            from_rows = self._as_sent(weight) or self.config.dgrad_weight == "from_rows"
+            values = self._weight(weight).dequantize() if from_rows else weight.dense()
+        else:
+            values = self._weight(weight).dequantize() if self.config.dgrad_weight == "from_rows" else weight
+        return self._weight(values.t())
+
+    def _as_sent(self, weight: WeightView) -> bool:
+        """True where the gathered codes are the operand."""
+        return weight.info.wire.same_numbers(WireFormat.of(self.config, weight.device))
+
+    def _gathered(self, weight: WeightView) -> QuantizedTensor:
+        """The operand of a weight that came over a wire: its codes, or what the recipe makes of their values."""
+        wire = weight.info.wire
+        if self._as_sent(weight):
+            if self.record and weight.amax is not None:
+                self.state.note(WEIGHT, weight.amax)
+            return weight.rows()
+        if wire.mx and not wire.fmt.packed and self.config.weight_block == TENSOR_BLOCK and self._keeps_elements(wire):
+            # Powers of two only move exponents: as exact as one scale allows, and no pass over the values for an amax.
+            q = weight.rows()
+            data, scale = mx_to_tensor(q.data, q.scale, q.fmt, q.block, q.shape)
+            return QuantizedTensor(data, scale, q.fmt, TENSOR_BLOCK, q.shape)
+        return self._quantize(weight.dense(), self.config.weight_format, self.config.weight_block, WEIGHT)
+
+    def _keeps_elements(self, wire: WireFormat) -> bool:
+        same = wire.fmt == element_format(self.config.weight_format, self.flavour)
+        return same and self.config.scaling == "dynamic"
 
     def _gradient(self, grad: torch.Tensor, key: torch.Tensor | int, stream: int) -> QuantizedTensor:
         config = self.config
@@ -215,3 +250,7 @@ class LinearOperands:
             amax=amax,
             noise=noise,
         )
+
+
+def _values(weight: Weight) -> torch.Tensor:
+    return weight.dense() if isinstance(weight, WeightView) else weight

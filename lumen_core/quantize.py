@@ -19,7 +19,7 @@ from lumen_core.config import QuantConfig
 from lumen_core.controller import Controller, base_key, controllers, named_states
 from lumen_core.linear import QuantLinear
 from lumen_core.summary import Summary, summarize
-from lumen_core.targets import select
+from lumen_core.targets import Selection, select
 
 __all__ = [
     "QuantConfig",
@@ -71,14 +71,43 @@ def enable(
         owner = "it" if controllers(model) else "the model that it is part of"
         raise ValueError(f"{type(model).__name__} is quantized already: call quant.disable on {owner} first")
     selection = select(model, config)
+    _convert(selection, config)
+    Controller(model, config, selection.skipped_weights(), amax_group).attach()
+    return model
+
+
+def enable_rest(model: torch.nn.Module, config: QuantConfig) -> torch.nn.Module:
+    """Enable what is left in a model whose parts were enabled one by one, and let one controller own it all.
+
+    For hosts that are given a model block by block, its root last. The parts' scaling state goes on under names
+    relative to `model`.
+
+    Raises:
+        ValueError: a part has another recipe, or there is neither a part nor anything to quantize.
+    """
+    parts = controllers(model)
+    for part in parts:
+        if part.config != config:
+            raise ValueError(
+                f"recipe {config} on a model whose {type(part.model).__name__} was enabled with {part.config}"
+            )
+    selection = select(model, config, may_be_empty=bool(parts))
+    _convert(selection, config)
+    for part in parts:
+        part.detach()
+    Controller(model, config, selection.skipped_weights()).attach()
+    for name, state in named_states(model):
+        state.rekey(base_key(name, config.seed))
+    return model
+
+
+def _convert(selection: Selection, config: QuantConfig) -> None:
     for target in selection.targets:
         key = base_key(target.name, config.seed)
         if target.kind == "linear":
             QuantLinear.convert_(target.module, config, key)
         else:
             experts.convert_(target.module, config, key)
-    Controller(model, config, selection.skipped_weights(), amax_group).attach()
-    return model
 
 
 def _resolve(config: QuantConfig | str | None, recipe: str | None, overrides: Mapping[str, object]) -> QuantConfig:

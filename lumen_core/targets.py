@@ -9,6 +9,7 @@ import torch
 
 from lumen_core.config import QuantConfig
 from lumen_core.experts import is_expert_bank, unsupported_bank
+from lumen_core.linear import QuantLinear
 from lumen_core.names import plain_name
 from lumen_core.selection import glob_match, module_selected
 
@@ -40,8 +41,11 @@ class Selection:
         return out
 
 
-def select(model: torch.nn.Module, config: QuantConfig) -> Selection:
+def select(model: torch.nn.Module, config: QuantConfig, *, may_be_empty: bool = False) -> Selection:
     """Apply a configuration's patterns, converters and first/last-layer rule to `model`.
+
+    Args:
+        may_be_empty: selecting nothing is no error, as where parts of the model are quantized already.
 
     Raises:
         ValueError: a pattern matches nothing, nothing at all is selected, or the layer rule finds no stack of layers.
@@ -58,7 +62,7 @@ def select(model: torch.nn.Module, config: QuantConfig) -> Selection:
         name = plain_name(name)
         kind = _kind(module)
         if kind is None:
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, torch.nn.Linear) and not isinstance(module, QuantLinear):
                 reason = f"{type(module).__name__} is a subclass of Linear, whose weight may be used in other ways"
                 selection.skipped.append((name, module, reason))
             continue
@@ -75,7 +79,7 @@ def select(model: torch.nn.Module, config: QuantConfig) -> Selection:
     if convertible:
         for pattern in config.apply_modules:
             _require_match("apply_modules", pattern, convertible)
-    if not selection.targets:
+    if not selection.targets and not may_be_empty:
         raise ValueError(_nothing_selected(model, selection))
     return selection
 

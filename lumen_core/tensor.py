@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lumen_core import casts
-from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
+from lumen_core.casts import TENSOR_BLOCK
 from lumen_core.formats import E8M0_DTYPE, ElementFormat
 
 
@@ -91,12 +91,12 @@ def quantize(
     """
     # Codes must come out row-major whatever the strides of x (a transposed view, an expanded gradient).
     x = x.contiguous()
-    if mx:
-        data, scale = casts.quantize_mx(x, fmt, block, rounding, noise)
-    elif block == TENSOR_BLOCK:
-        data, scale = casts.quantize_tensor(x, fmt, amax=amax, margin=margin, pow2=pow2, noise=noise)
-    elif block == ROW_BLOCK:
-        data, scale = casts.quantize_row(x, fmt, pow2=pow2, noise=noise)
+    options = {"mx": mx, "rounding": rounding, "margin": margin, "pow2": pow2, "amax": amax, "noise": noise}
+    if torch.compiler.is_compiling():
+        # The compiler fuses plain torch with what surrounds it.
+        data, scale = casts.quantize(x, fmt, block, **options)
     else:
-        data, scale = casts.quantize_block(x, fmt, block, pow2=pow2, noise=noise)
+        from lumen_core.kernels import registry  # here, because the registry's other operations take QuantizedTensor
+
+        data, scale = registry.quantize(x, fmt, block, **options)
     return QuantizedTensor(data, scale, fmt, block, (x.shape[0], x.shape[1]))

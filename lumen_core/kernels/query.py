@@ -22,3 +22,23 @@ class GemmQuery:
     n: int
     k: int
     out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class QuantizeQuery:
+    """A matrix of `elements` values of `dtype`, to be quantized to `fmt` with one scale for each `block`.
+
+    Attributes:
+        mx: E8M0 scales rather than fp32.
+        noise: rounded stochastically.
+        plain: a `torch.Tensor` or `Parameter`, whose bytes a kernel may read, that autograd does not follow.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    fmt: ElementFormat
+    block: tuple[int, int]
+    mx: bool
+    noise: bool
+    elements: int
+    plain: bool = True

@@ -4,7 +4,8 @@ Each candidate has a predicate on the operands. The reference is last and takes 
 never an error. The choice is made per call from shapes and formats, never locked by name. An exception inside a kernel
 is an error, not a silent fall to the next candidate.
 
-`LUMEN_KERNELS="gemm=reference"` forces one for an operation (it must still be able to run the operands).
+`LUMEN_KERNELS="gemm=reference,quantize=reference"` forces one for an operation (it must still be able to run the
+operands).
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
-from lumen_core.formats import element_format, resolve_flavour
+from lumen_core import casts
+from lumen_core.formats import ElementFormat, element_format, resolve_flavour
 from lumen_core.kernels import reference, scaled_mm
-from lumen_core.kernels.query import GemmQuery
+from lumen_core.kernels.query import GemmQuery, QuantizeQuery
+from lumen_core.kernels.triton import cast as triton_cast
 from lumen_core.tensor import QuantizedTensor
 from lumen_core.tracing import constant_when_traced
 
 ENVIRONMENT = "LUMEN_KERNELS"
+Query = GemmQuery | QuantizeQuery
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,14 @@ class Candidate:
     """
 
     name: str
-    unsupported: Callable[[GemmQuery], str | None]
+    unsupported: Callable[..., str | None]
 
 
 def _needs_gpu(query: GemmQuery) -> str | None:
     return "a CPU multiplies faster in fp32" if query.device_type == "cpu" else None
 
 
-def _always(query: GemmQuery) -> str | None:
+def _always(query: Query) -> str | None:
     return None
 
 
@@ -51,7 +55,11 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         Candidate("scaled_mm", scaled_mm.unsupported),
         Candidate("dequantize_bf16", _needs_gpu),
         Candidate("reference", _always),
-    )
+    ),
+    "quantize": (
+        Candidate("triton", triton_cast.unsupported),
+        Candidate("reference", _always),
+    ),
 }
 
 
@@ -80,7 +88,7 @@ def parse_override(text: str) -> dict[str, str]:
     return forced
 
 
-def explain(op: str, query: GemmQuery) -> list[tuple[str, str | None]]:
+def explain(op: str, query: Query) -> list[tuple[str, str | None]]:
     """Every candidate in order with the reason why it is passed over; the first with None runs."""
     forced = _forced(op)
     out = []
@@ -92,7 +100,7 @@ def explain(op: str, query: GemmQuery) -> list[tuple[str, str | None]]:
     return out
 
 
-def choose(op: str, query: GemmQuery) -> str:
+def choose(op: str, query: Query) -> str:
     """Name of the implementation that runs `query`.
 
     Raises:
@@ -138,6 +146,36 @@ def _run_gemm(
     return reference.gemm(a, b, out_dtype)
 
 
+def quantize(
+    x: torch.Tensor,
+    fmt: ElementFormat,
+    block: tuple[int, int],
+    *,
+    mx: bool = False,
+    rounding: str = "ceil",
+    margin: int = 0,
+    pow2: bool = False,
+    amax: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale of a contiguous matrix by the first implementation that can: all give the same bits.
+
+    Args: as in `lumen_core.tensor.quantize`.
+    """
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.requires_grad and torch.is_grad_enabled())
+    query = QuantizeQuery(x.device.type, x.dtype, fmt, block, mx, noise is not None, x.numel(), plain)
+    name = choose("quantize", query)
+    options = {"mx": mx, "rounding": rounding, "margin": margin, "pow2": pow2, "amax": amax}
+    if name == "reference":
+        return casts.quantize(x, fmt, block, **options, noise=noise)
+    try:
+        return triton_cast.quantize(x, fmt, block, **options)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise RuntimeError(f"quantize by {name} failed on {query}: {error}") from error
+
+
 def table(device: torch.device | str) -> list[tuple[str, str, list[tuple[str, str | None]]]]:
     """Rows `(operands, chosen, [(candidate, why not)])` for the usual recipes on `device` at an aligned shape."""
     device = torch.device(device)
@@ -163,4 +201,17 @@ def table(device: torch.device | str) -> list[tuple[str, str, list[tuple[str, st
             torch.bfloat16,
         )
         rows.append((label, choose("gemm", query), explain("gemm", query)))
+    for label, element, block, mx in (
+        ("quantize tensorwise e4m3", "e4m3", (0, 0), False),
+        ("quantize tensorwise e5m2", "e5m2", (0, 0), False),
+        ("quantize rowwise e4m3", "e4m3", (1, 0), False),
+        ("quantize 1x128 e4m3", "e4m3", (1, 128), False),
+        ("quantize 128x128 e4m3", "e4m3", (128, 128), False),
+        ("quantize mxfp8 1x32", "e4m3", (1, 32), True),
+        ("quantize mxfp8 32x32", "e4m3", (32, 32), True),
+        ("quantize mxfp4 1x32", "e2m1", (1, 32), True),
+    ):
+        fmt = element_format(element, flavour)
+        query = QuantizeQuery(device.type, torch.bfloat16, fmt, block, mx, noise=False, elements=4096 * 4096)
+        rows.append((label, choose("quantize", query), explain("quantize", query)))
     return rows

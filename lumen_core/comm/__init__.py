@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives over c10d or MORI, counted in bytes."""

@@ -1,0 +1,44 @@
+"""What the launchers share: launch parameters and checks. Does not import `triton`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from lumen_core.casts import MIN_SCALE
+from lumen_core.formats import ElementFormat
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILE = 8192  # values a program
+INT32_END = 2**31
+
+
+def warps(values: int, hip: bool | None = None) -> int:
+    """Warps for a program of so many values: 32 values a thread (`hip`: AMD's warps are twice as wide)."""
+    hip = torch.version.hip is not None if hip is None else hip
+    return max(1, min(8, values // (2048 if hip else 1024)))
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def scale_constants(fmt: ElementFormat, pow2: bool) -> dict[str, Any]:
+    """Compile-time arguments of every kernel that computes an fp32 scale."""
+    return {"LIMIT": fmt.max, "LEAST_AMAX": MIN_SCALE * fmt.max, "POW2": pow2}
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it x's, at no cost where it is already."""
+    return nullcontext() if x.device.index == torch.cuda.current_device() else torch.cuda.device(x.device)
+
+
+def check_contiguous(x: torch.Tensor) -> None:
+    """Raises:
+    ValueError: `x` is strided.
+    """
+    if not x.is_contiguous():
+        raise ValueError(f"needs a contiguous tensor, not shape {tuple(x.shape)} with strides {x.stride()}")

@@ -1,0 +1,85 @@
+"""FSDP2's communication over our collectives: what `FSDPModule.set_custom_all_gather` and its twin take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+# torch documents the two setters and has no public name for what they take.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from lumen_core.comm.collectives import C10dCollectives, Collectives, ReduceOp, collectives_for
+from lumen_core.comm.quantized_reduce import quantized_reduce_scatter
+
+
+class _Groups:
+    """The collectives of each group that FSDP calls with: a model may be sharded over several meshes."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._of: dict[dist.ProcessGroup, Collectives] = {collectives.group: collectives}
+        self._first = collectives
+
+    def get(self, group: dist.ProcessGroup, device: torch.device) -> Collectives:
+        """Those of the first group, or others of the same kind where these can serve the group, or c10d."""
+        if group not in self._of:
+            if isinstance(self._first, C10dCollectives):
+                self._of[group] = C10dCollectives(group, self._first.meter)
+            else:
+                self._of[group], _ = collectives_for(group, "auto", device, self._first.meter)
+        return self._of[group]
+
+
+class LumenAllGather(AllGather):
+    """FSDP2's all-gather of parameters."""
+
+    def __init__(self, collectives: Collectives, label: str = "parameters") -> None:
+        """`collectives`: of the group to shard over; calls for another group get their own. `label`: in the meter."""
+        self._groups = _Groups(collectives)
+        self._label = label
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new buffer of the caching allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather `input_tensor` of all ranks, in rank order."""
+        collectives = self._groups.get(group, input_tensor.device)
+        return collectives.all_gather(output_tensor, input_tensor, async_op=async_op, label=self._label)
+
+
+class LumenReduceScatter(ReduceScatter):
+    """FSDP2's reduce-scatter of gradients, optionally with FP8 on the wire."""
+
+    def __init__(self, collectives: Collectives, low_precision: bool = False, label: str = "gradients") -> None:
+        """See `LumenAllGather`; `low_precision` sends sums and averages as in `quantized_reduce_scatter`."""
+        self._groups = _Groups(collectives)
+        self._low_precision = low_precision
+        self._label = label
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new buffer of the caching allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce `input_tensor` over all ranks, and keep this rank's part."""
+        collectives = self._groups.get(group, input_tensor.device)
+        if self._low_precision and group.size() > 1 and (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG):
+            return quantized_reduce_scatter(
+                output_tensor, input_tensor, op, collectives, async_op=async_op, label=self._label
+            )
+        return collectives.reduce_scatter(output_tensor, input_tensor, op, async_op=async_op, label=self._label)

@@ -1,0 +1,107 @@
+"""`fully_shard`: torch's, which quantizes, plans and attaches collectives on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import lumen_core.quantize as quant
+from lumen_core.controller import Controller, controllers, live_controllers
+from lumen_fsdp2.amax import WeightAmax, amax_of
+from lumen_fsdp2.attach import bind
+from lumen_fsdp2.policy import LumenPolicy
+
+_OURS = "_lumen_enabled_by_fully_shard"
+
+
+def fully_shard(
+    module: torch.nn.Module | list[torch.nn.Module],
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    **options: Any,
+) -> torch.nn.Module | list[torch.nn.Module]:
+    """Shard `module` in place with FSDP2, its weights quantized and gathered as `mp_policy` says.
+
+    A drop-in for `torch.distributed.fsdp.fully_shard`: call it on each block, then on the root. A module that
+    `quant.enable` has not prepared is prepared here with the policy's recipe. With another policy than a `LumenPolicy`
+    it is torch's.
+
+    Args:
+        module: a module, or several that share a group.
+        mp_policy: a `LumenPolicy`.
+        reshard_after_forward: True, False, or None (all but the root).
+        **options: torch's own: `mesh`, `shard_placement_fn`, `offload_policy`, `ignored_params`, ...
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: the policy has no recipe and the module is not quantized; its recipe is not the module's;
+            `reshard_after_forward` is a number (FSDP2 cannot keep quantized weights on fewer ranks).
+    """
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    options["reshard_after_forward"] = reshard_after_forward
+    if not isinstance(policy, LumenPolicy):
+        return torch_fully_shard(module, mp_policy=policy, **options)
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} keeps a copy sharded over fewer ranks, which FSDP2 cannot "
+            "do with quantized weights: use True or False"
+        )
+    modules = list(module) if isinstance(module, Iterable) and not isinstance(module, torch.nn.Module) else [module]
+    for each in modules:
+        _prepare(each, policy)
+    torch_fully_shard(module, mp_policy=policy, **options)
+    refresher = _refresher(modules[0])
+    bind(modules[0], policy, refresher)
+    return module
+
+
+def _prepare(module: torch.nn.Module, policy: LumenPolicy) -> None:
+    """Quantize what is not: the module, or under a root what its blocks left."""
+    inside = controllers(module)
+    if policy.recipe is None:
+        if not inside and not quant.is_enabled(module) and not _is_leftover(module):
+            raise ValueError(
+                f"LumenPolicy without a recipe on {type(module).__name__}, which is not quantized: "
+                "give the policy a recipe, or call quant.enable on the model first"
+            )
+        return
+    if not inside and quant.is_enabled(module):
+        return  # a part of a model that quant.enable prepared: bind compares the recipes
+    if any(not c.model.__dict__.get(_OURS) for c in inside):
+        return
+    _enable_around(module, policy, inside)
+
+
+def _is_leftover(module: torch.nn.Module) -> bool:
+    """True for a module without any linear weight: embeddings, norms."""
+    return not any(isinstance(m, torch.nn.Linear) for m in module.modules())
+
+
+def _enable_around(module: torch.nn.Module, policy: LumenPolicy, inside: list[Controller]) -> None:
+    """Enable what is left in `module`; one controller for it and the blocks that were enabled before."""
+    before = [amax_of(c) for c in inside]
+    try:
+        quant.enable_rest(module, policy.recipe)
+    except ValueError as error:
+        if str(error).startswith("nothing to quantize") and not inside:
+            return  # an embedding, a norm or a head in a group of its own
+        raise
+    module.__dict__[_OURS] = True
+    (owner,) = controllers(module)
+    for each in before:
+        amax_of(owner).take(each)
+
+
+def _refresher(module: torch.nn.Module) -> WeightAmax:
+    """The amax keeper of the model that `module` belongs to."""
+    for controller in live_controllers():
+        if any(m is module for m in controller.model.modules()):
+            return amax_of(controller)
+    return WeightAmax()
