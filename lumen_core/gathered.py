@@ -193,6 +193,8 @@ class GatheredWeight(torch.Tensor):
             (tuple(first.shape), first.stride())
         ):
             return cls(first.parts(), first._info, first.shape, first.dtype)
+        if func is torch.ops.aten.view.default and tuple(args[1]) == tuple(first.shape):
+            return cls(first.parts(), first._info, first.shape, first.dtype)
         if func is torch.ops.aten.unbind.int and first.dim() == 3 and (len(args) < 2 or args[1] == 0):
             return first.experts()
         if func in _FACTORIES:

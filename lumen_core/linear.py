@@ -152,7 +152,15 @@ class QuantLinear(ObservedParameters, torch.nn.Linear):
         weight = self.weight
         if isinstance(weight, GatheredWeight) and not torch.compiler.is_compiling():
             weight._info.notice_pass(self.training)
-        return quantized_linear(input, weight, self.bias, self.quant_config, self.quant_state, record=record)
+
+        def run(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+            return quantized_linear(x, w, b, self.quant_config, self.quant_state, record=record)
+
+        if hasattr(weight, "placements"):  # a DTensor; its module is heavy to import for those who have none
+            from lumen_core import tensor_parallel
+
+            return tensor_parallel.linear(input, weight, self.bias, run)
+        return run(input, weight, self.bias)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
