@@ -54,7 +54,7 @@ class WeightView:
 
     Attributes:
         parts: flat codes and scales; with `both` directions the transposed pair after them; for delayed scaling the
-            weight's own amax at the end.
+            weight's own amax at the end (of a bank one an expert).
         info: what they are.
         shape: `(N, K)`.
         dtype: of the parameter.
@@ -73,7 +73,10 @@ class WeightView:
     @property
     def amax(self) -> torch.Tensor | None:
         """The weight's own largest magnitude, 0-dim fp32, where it came along."""
-        return self.parts[-1] if len(self.parts) % 2 else None
+        if len(self.parts) % 2 == 0:
+            return None
+        amax = self.parts[-1]
+        return amax.view(torch.float32).reshape(()) if amax.dtype == torch.uint8 else amax
 
     @property
     def has_columns(self) -> bool:
@@ -150,10 +153,9 @@ class GatheredWeight(torch.Tensor):
         """The matrices of a bank, sharing its bytes."""
         count, rows, columns = self.shape
         parts = self.parts()
-        pieces = [part.view(count, -1).unbind(0) for part in parts[: len(parts) // 2 * 2]]
-        amax = parts[-1:] if len(parts) % 2 else ()
+        pieces = [part.view(count, -1).unbind(0) for part in parts]
         return [
-            GatheredWeight((*(p[i] for p in pieces), *amax), self._info, (rows, columns), self.dtype)
+            GatheredWeight([piece[i] for piece in pieces], self._info, (rows, columns), self.dtype)
             for i in range(count)
         ]
 

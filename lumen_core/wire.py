@@ -108,12 +108,18 @@ class WireFormat:
         q = self._quantize(x.t())
         return _bytes(q.data.view(torch.uint8).t()), _bytes(q.scale.view(torch.uint8).t())
 
-    def encode_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A bank `[E, N, K]` with one scale an expert: codes and fp32 scales `[E]`, flat uint8."""
-        amax = x.abs().amax(dim=(1, 2))
-        scale = casts.scale_from_amax(amax, self.fmt, self.margin, self.pow2)
+    def encode_experts(self, x: torch.Tensor, floor: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """A bank `[E, N, K]` with one scale an expert: codes and fp32 scales `[E]`, flat uint8.
+
+        Args:
+            floor: least amax to scale by, 0-dim fp32 (delayed scaling); the experts' own amaxes `[E]` then come third.
+        """
+        own = x.abs().amax(dim=(1, 2)).to(torch.float32)
+        scale = casts.scale_from_amax(
+            own if floor is None else torch.maximum(own, floor), self.fmt, self.margin, self.pow2
+        )
         codes = casts.encode(x.to(torch.float32) * (1.0 / scale)[:, None, None], self.fmt)
-        return _bytes(codes), _bytes(scale)
+        return (_bytes(codes), _bytes(scale), *(() if floor is None else (_bytes(own),)))
 
     def _quantize(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> QuantizedTensor:
         return quantize(

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from lumen_core import sharding
+from lumen_core.amax import WEIGHT
 from lumen_core.comm.collectives import collectives_for
 from lumen_core.config import QuantConfig
 from lumen_core.controller import live_controllers
@@ -61,6 +63,7 @@ class Binding:
         self.refresher: WeightAmax | None = None
         self._switched = False
         self.mode, self.wire, self.reason = "-", None, ""
+        self.delayed = False
         self._decide(module, name, param, policy)
         self.info = None
         if self.wire is not None:
@@ -86,7 +89,7 @@ class Binding:
         else:
             self.wire = wire
             self.mode, self.reason = choose_mode(wire, self.shape, self.world, policy.all_gather_mode)
-            self._needs_delayed = wire.per_tensor and config.scaling == "delayed"
+            self.delayed = wire.per_tensor and config.scaling == "delayed"
 
     @property
     def module(self) -> torch.nn.Module:
@@ -103,14 +106,15 @@ class Binding:
         extra: tuple[torch.Tensor, ...] = ()
         direction = BOTH if self.mode == ALL else self._direction()
         if self.wire.per_tensor and local.dim() == 3:
-            sent = list(self.wire.encode_experts(local))
+            floor = self.module.quant_states[self._name].in_use[WEIGHT] if self.delayed else None
+            sent = list(self.wire.encode_experts(local, floor))
         elif self.wire.per_tensor:
             self.refresher.before_gather(self)
             amax = self.amax
-            if self._needs_delayed:
+            if self.delayed:
                 amax = self.module.quant_state.weight_amax(self.amax)
             codes, scale = self.wire.encode(matrix, amax)
-            sent, extra = [codes], (scale, self.amax) if self._needs_delayed else (scale,)
+            sent, extra = [codes], (scale, self.amax) if self.delayed else (scale,)
         elif direction == COLUMNS:
             sent = list(self.wire.encode_columns(matrix))
         else:
@@ -132,7 +136,9 @@ class Binding:
         """Bytes of each tensor that one rank sends where it is alone."""
         rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
         codes = self.wire.code_bytes(rows, columns)
-        scales = 4 * self.shape[0] if self.wire.per_tensor else self.wire.scale_bytes(rows, columns)
+        if self.wire.per_tensor:
+            return [codes, *[4 * self.shape[0]] * (1 + self.delayed)]
+        scales = self.wire.scale_bytes(rows, columns)
         sizes = [codes, scales]
         return sizes + [codes, payload_bytes(self.wire, self.shape, ALL) - 2 * codes - scales] * (self.mode == ALL)
 
@@ -153,7 +159,10 @@ class Binding:
     def row(self, name: str) -> PlanRow:
         """The plan's line."""
         mode = ROW if self._switched else self.mode
-        return _row(name, self._param(), self._fsdp_group(), self.wire, mode, self.reason, self.compute_dtype)
+        row = _row(name, self._param(), self._fsdp_group(), self.wire, mode, self.reason, self.compute_dtype)
+        if self.delayed and len(self.shape) == 3 and self.world > 1:  # the experts' own amaxes
+            row = replace(row, bytes_per_gather=row.bytes_per_gather + 4 * self.shape[0])
+        return row
 
 
 def _row(name, param, group, wire, mode, reason, dtype) -> PlanRow:

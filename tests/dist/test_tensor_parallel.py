@@ -23,9 +23,7 @@ def _model(bias: bool) -> nn.Module:
     return nn.Sequential(Block(bias), Block(bias))
 
 
-def _job(
-    rank: int, size: int, recipe: str, bias: bool, fsdp: bool
-) -> tuple[float, list, list, list]:
+def _job(rank: int, size: int, recipe: str, bias: bool, fsdp: bool) -> tuple[float, list, list, list]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
