@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from lumen_core import casts
 from lumen_core.amax import GRADIENT, INPUT, WEIGHT, ScalingState
 from lumen_core.casts import ROW_BLOCK, TENSOR_BLOCK
 from lumen_core.config import QuantConfig
@@ -14,9 +15,10 @@ from lumen_core.gathered import WeightView
 from lumen_core.hadamard import HADAMARD_BLOCK, hadamard
 from lumen_core.kernels import registry
 from lumen_core.kernels.reference import matmul_bf16
+from lumen_core.kernels.transpose import transposed_codes, transposed_tensor_codes
 from lumen_core.requantize import mx_to_tensor
 from lumen_core.rounding import stochastic_noise
-from lumen_core.tensor import QuantizedTensor, quantize
+from lumen_core.tensor import QuantizedTensor, quantize, transpose_scale
 from lumen_core.wire import WireFormat
 
 # What the GEMMs take as a weight: its values, or the codes that a low-precision gather brought.
@@ -140,10 +142,11 @@ class LinearOperands:
             rows = self._weight(weight)
             folded = self._gradient(grad.to(torch.float32) * rows.scale.t(), key, _DGRAD_STREAM)
             codes = replace(rows, scale=torch.ones((), device=weight.device), block=TENSOR_BLOCK)
-            return registry.gemm(folded, codes.transpose(), out_dtype)
+            turned = self._turned(codes, grad) if isinstance(weight, WeightView) else codes.transpose()
+            return registry.gemm(folded, turned, out_dtype)
         if shared is None:
             shared = self._gradient(grad, key, _DGRAD_STREAM)
-        return registry.gemm(shared, self._weight_for_dgrad(weight), out_dtype)
+        return registry.gemm(shared, self._weight_for_dgrad(weight, grad), out_dtype)
 
     def _low_wgrad(
         self,
@@ -188,19 +191,46 @@ class LinearOperands:
             return self._gathered(weight)
         return self._quantize(weight, self.config.weight_format, self.config.weight_block, WEIGHT)
 
-    def _weight_for_dgrad(self, weight: Weight) -> QuantizedTensor:
+    def _weight_for_dgrad(self, weight: Weight, grad: torch.Tensor) -> QuantizedTensor:
         """The weight as dgrad multiplies it, `[K, N]`, blocked along N."""
+        if isinstance(weight, WeightView):
+            return self._gathered_for_dgrad(weight, grad)
         rows, columns = self.config.weight_block
         if rows == columns:
             return self._weight(weight).transpose()
-        if isinstance(weight, WeightView):
-            if self._as_sent(weight) and weight.has_columns:
-                return weight.columns()
-            from_rows = self._as_sent(weight) or self.config.dgrad_weight == "from_rows"
-            values = self._weight(weight).dequantize() if from_rows else weight.dense()
-        else:
-            values = self._weight(weight).dequantize() if self.config.dgrad_weight == "from_rows" else weight
-        return self._weight(values.t())
+        if self.config.dgrad_weight == "from_rows":
+            weight = self._weight(weight).dequantize()
+        return self._weight(weight.t())
+
+    def _gathered_for_dgrad(self, weight: WeightView, grad: torch.Tensor) -> QuantizedTensor:
+        """The same from gathered codes; what is made of them waits for `grad`, see `kernels.transpose`."""
+        rows, columns = self.config.weight_block
+        as_sent = self._as_sent(weight)
+        if as_sent and rows != columns and weight.has_columns:
+            return weight.columns()
+        if self._moves_exponents(weight):
+            q = weight.rows()
+            data, scale = transposed_tensor_codes(q.data, q.scale, q.fmt, q.block, grad)
+            return QuantizedTensor(data, scale, q.fmt, TENSOR_BLOCK, (q.shape[1], q.shape[0]))
+        if rows == columns:
+            return self._turned(self._gathered(weight), grad) if as_sent else self._gathered(weight).transpose()
+        if not as_sent and self.config.dgrad_weight != "from_rows":
+            return self._weight(weight.dense().t())
+        q = self._gathered(weight)
+        if not as_sent or q.fmt.packed:
+            return self._weight(q.dequantize().t())
+        turned = transposed_codes(q.data, grad)
+        shape = (q.shape[1], q.shape[0])
+        values = casts.dequantize(turned, transpose_scale(q.scale), q.fmt, (q.block[1], q.block[0]), shape)
+        return self._weight(values)
+
+    @staticmethod
+    def _turned(q: QuantizedTensor, grad: torch.Tensor) -> QuantizedTensor:
+        """`q.transpose()`, once `grad` is there."""
+        if q.fmt.packed:
+            return q.transpose()
+        scale = q.scale if q.block == TENSOR_BLOCK else transpose_scale(q.scale)
+        return replace(q, data=transposed_codes(q.data, grad), scale=scale, shape=(q.shape[1], q.shape[0]))
 
     def _as_sent(self, weight: WeightView) -> bool:
         """True where the gathered codes are the operand."""
@@ -208,21 +238,25 @@ class LinearOperands:
 
     def _gathered(self, weight: WeightView) -> QuantizedTensor:
         """The operand of a weight that came over a wire: its codes, or what the recipe makes of their values."""
-        wire = weight.info.wire
         if self._as_sent(weight):
             if self.record and weight.amax is not None:
                 self.state.note(WEIGHT, weight.amax)
             return weight.rows()
-        if wire.mx and not wire.fmt.packed and self.config.weight_block == TENSOR_BLOCK and self._keeps_elements(wire):
-            # Powers of two only move exponents: as exact as one scale allows, and no pass over the values for an amax.
+        if self._moves_exponents(weight):
             q = weight.rows()
             data, scale = mx_to_tensor(q.data, q.scale, q.fmt, q.block, q.shape)
             return QuantizedTensor(data, scale, q.fmt, TENSOR_BLOCK, q.shape)
         return self._quantize(weight.dense(), self.config.weight_format, self.config.weight_block, WEIGHT)
 
-    def _keeps_elements(self, wire: WireFormat) -> bool:
-        same = wire.fmt == element_format(self.config.weight_format, self.flavour)
-        return same and self.config.scaling == "dynamic"
+    def _moves_exponents(self, weight: WeightView) -> bool:
+        """True where MX codes become per-tensor ones as they are.
+
+        Powers of two only move exponents: as exact as one scale allows, and no pass over the values for an amax.
+        """
+        wire, config = weight.info.wire, self.config
+        if not wire.mx or wire.fmt.packed or config.weight_block != TENSOR_BLOCK or config.scaling != "dynamic":
+            return False
+        return wire.fmt == element_format(config.weight_format, self.flavour)
 
     def _gradient(self, grad: torch.Tensor, key: torch.Tensor | int, stream: int) -> QuantizedTensor:
         config = self.config

@@ -55,11 +55,12 @@ class QuantizedTensor:
             data = casts.pack_fp4(casts.unpack_fp4(self.data, columns).t())
         else:
             data = self.data.t().contiguous()
-        scale = self.scale if self.block == TENSOR_BLOCK else _transpose_scale(self.scale)
+        scale = self.scale if self.block == TENSOR_BLOCK else transpose_scale(self.scale)
         return replace(self, data=data, scale=scale, shape=(columns, rows))
 
 
-def _transpose_scale(scale: torch.Tensor) -> torch.Tensor:
+def transpose_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Block scales of the transposed matrix."""
     if scale.dtype == E8M0_DTYPE:  # a byte copy: compilers have no arithmetic for this dtype
         return scale.view(torch.uint8).t().contiguous().view(E8M0_DTYPE)
     return scale.t().contiguous()

@@ -98,7 +98,8 @@ class Binding:
 
     def local(self) -> torch.Tensor:
         """This rank's rows in high precision."""
-        return torch_internals.local_of(self._param().sharded_param.detach()).detach().as_subclass(torch.Tensor)
+        local = torch_internals.local_of(self._param().sharded_param)
+        return local.plain() if isinstance(local, ShardedWeight) else local
 
     def send(self, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """What FSDP2 gathers, and `(binding, direction, extra)` for `receive`."""

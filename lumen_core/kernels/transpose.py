@@ -1,0 +1,73 @@
+"""The other direction of a gathered weight, made in the backward pass and not before.
+
+A compiler that sees both passes would rather keep the transposed copy from the forward pass than make it again: they
+are equally large. But the gathered codes are freed between the passes and the copy would not be, so that all layers'
+weights would be whole in memory at once. These operations take the gradient as an argument that they do not read:
+nothing can run them before it exists.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lumen_core.formats import E8M0_DTYPE, ElementFormat, element_format
+from lumen_core.kernels import registry
+from lumen_core.kernels.query import QuantizeQuery
+from lumen_core.requantize import mx_to_tensor
+
+
+def transposed_codes(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Contiguous `[C, R]` of 8-bit codes `[R, C]`, once `grad` is there."""
+    return torch.ops.lumen.transposed_codes(codes.view(torch.uint8), grad).view(codes.dtype)
+
+
+def transposed_tensor_codes(
+    codes: torch.Tensor, scale: torch.Tensor, fmt: ElementFormat, block: tuple[int, int], grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`requantize.mx_to_tensor` and a transpose in one, once `grad` is there: codes `[C, R]`, scale 0-dim fp32."""
+    out, common = torch.ops.lumen.transposed_tensor_codes(
+        codes.view(torch.uint8), scale.view(torch.uint8), fmt.name, fmt.flavour, list(block), grad
+    )
+    return out.view(fmt.dtype), common
+
+
+@torch.library.custom_op("lumen::transposed_codes", mutates_args=())
+def _transposed_codes(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    if _by_triton(codes):
+        from lumen_core.kernels.triton.retile import transpose_bytes
+
+        return transpose_bytes(codes)
+    return codes.t().contiguous()
+
+
+@_transposed_codes.register_fake
+def _(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return codes.new_empty(codes.shape[1], codes.shape[0])
+
+
+@torch.library.custom_op("lumen::transposed_tensor_codes", mutates_args=())
+def _transposed_tensor_codes(
+    codes: torch.Tensor, scale: torch.Tensor, element: str, flavour: str, block: list[int], grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fmt = element_format(element, flavour)
+    codes, scale = codes.view(fmt.dtype), scale.view(E8M0_DTYPE)
+    if tuple(block) == (32, 32) and _by_triton(codes):
+        from lumen_core.kernels.triton import retile
+
+        out, common = retile.mx_to_tensor(codes, scale, fmt, transposed=True)
+        return out.view(torch.uint8), common
+    out, common = mx_to_tensor(codes, scale, fmt, (block[0], block[1]), (codes.shape[0], codes.shape[1]))
+    return out.view(torch.uint8).t().contiguous(), common
+
+
+@_transposed_tensor_codes.register_fake
+def _(codes: torch.Tensor, scale: torch.Tensor, element: str, flavour: str, block: list[int], grad: torch.Tensor):
+    return codes.new_empty(codes.shape[1], codes.shape[0]), codes.new_empty((), dtype=torch.float32)
+
+
+def _by_triton(x: torch.Tensor) -> bool:
+    if x.device.type == "cpu":
+        return False
+    fmt = element_format("e4m3", "ocp")
+    query = QuantizeQuery(x.device.type, torch.bfloat16, fmt, (0, 0), False, False, x.numel(), True)
+    return registry.choose("quantize", query) == "triton"
