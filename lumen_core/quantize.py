@@ -18,6 +18,7 @@ from lumen_core.amax import ScalingState
 from lumen_core.config import QuantConfig
 from lumen_core.controller import Controller, base_key, controllers, named_states
 from lumen_core.linear import QuantLinear
+from lumen_core.sharding import GATHER_ATTRIBUTE
 from lumen_core.summary import Summary, summarize
 from lumen_core.targets import Selection, select
 
@@ -140,6 +141,8 @@ def disable(model: torch.nn.Module) -> torch.nn.Module:
             raise ValueError(
                 f"{name}: its class became {type(module).__name__} after enable; disable before sharding it"
             )
+        if GATHER_ATTRIBUTE in module.__dict__:
+            raise ValueError(f"{name}: its weight is gathered in low precision; disable before sharding it")
     for _, module in quantized:
         module.restore_()
     for controller in controllers(model):

@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+# In the `__dict__` of a quantized module whose weights are gathered in low precision: what the adapter keeps there.
+GATHER_ATTRIBUTE = "_lumen_gather"
+
 Observer = Callable[[torch.nn.Module, str, torch.nn.Parameter], None]
 _observers: list[Observer] = []
 

@@ -83,7 +83,7 @@ class Summary:
 
 def summarize(model: torch.nn.Module, controllers: list[Controller]) -> Summary:
     """Summary of `model`, all or parts of which `controllers` enabled."""
-    rows, device = [], torch.device("cpu")
+    rows, device, configs = [], torch.device("cpu"), []
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear):
             weights = {name: module.weight}
@@ -92,13 +92,14 @@ def summarize(model: torch.nn.Module, controllers: list[Controller]) -> Summary:
         else:
             continue
         config = module.quant_config
+        configs.append(config)
         for label, weight in weights.items():
             device = weight.device
             n, k = weight.shape[-2:]
             kernels = _kernels(config, n, k, device)
             rows.append(Row(label, tuple(weight.shape), config.recipe, _gemms(config), kernels, weight.requires_grad))
     skipped = [entry for controller in controllers for entry in controller.skipped]
-    config = controllers[0].config
+    config = configs[0]  # all alike; an adapter may have settled an option of `enable`'s (where dgrad's weight comes from)
     return Summary(config, resolve_flavour(config.flavour, device), rows, skipped)
 
 

@@ -33,7 +33,7 @@ from lumen_fsdp2.plan import ALL, ON_DEMAND, ROW, Plan, PlanRow, choose_mode, pa
 from lumen_fsdp2.policy import LumenPolicy
 from lumen_fsdp2.weight import ShardedWeight
 
-_BINDINGS = "_lumen_gather"  # in a module's __dict__: parameter name -> Binding
+_BINDINGS = sharding.GATHER_ATTRIBUTE  # parameter name -> Binding
 _QUANTIZED = (QuantLinear, QuantExperts)
 
 
@@ -55,6 +55,7 @@ class Binding:
         self._name = name
         self._param = weakref.ref(param)
         self._fsdp_group = weakref.ref(fsdp_group)
+        self.policy = policy
         self.shape = torch_internals.local_shape(param)
         self.world = torch_internals.world_size(param)
         self.group = torch_internals.process_group(param)
@@ -268,17 +269,33 @@ def _attach_collectives(module: FSDPModule, group: Any, policy: LumenPolicy) -> 
     process_group = group.mesh_info.shard_process_group
     collectives, reason = collectives_for(process_group, policy.collectives, group.device)
     _say_once(f"collectives: {collectives.name} ({reason})")
-    module.set_custom_all_gather(LumenAllGather(collectives))
+    module.set_custom_all_gather(LumenAllGather(collectives, shares=_Shares(module)))
     module.set_custom_reduce_scatter(LumenReduceScatter(collectives, policy.low_precision_reduce_scatter))
 
 
-def start(policy: LumenPolicy) -> None:
+class _Shares:
+    """Bytes of one gather of a module's group by parameter, under the names that the enabled model gives them."""
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module = weakref.ref(module)
+        self._shares: dict[str, int] | None = None
+
+    def __call__(self) -> dict[str, int]:
+        if self._shares is None:
+            module = self._module()
+            root = next((c.model for c in live_controllers() if any(m is module for m in c.model.modules())), module)
+            names = {id(m): plain_name(name) for name, m in root.named_modules()}
+            self._shares = {row.name: row.bytes_per_gather for row in _rows(module, names)}
+        return self._shares
+
+
+def start(policy: LumenPolicy, *, again: bool = False) -> None:
     """Bind every sharded module with this policy below an enabled model, print the plan; called at each forward.
 
     Raises:
         RuntimeError: the policy would change nothing.
     """
-    if policy.__dict__.get("_started"):
+    if policy.__dict__.get("_started") and not again:
         return
     found, bound = 0, []
     for controller in live_controllers():
@@ -288,7 +305,8 @@ def start(policy: LumenPolicy) -> None:
         for module in mine:
             if module.__dict__.get("_lumen_bound") is not policy:
                 bind(module, policy, refresher)
-        found += sum(isinstance(m, _QUANTIZED) and _BINDINGS in m.__dict__ for m in controller.model.modules())
+        bindings = [b for m in controller.model.modules() for b in m.__dict__.get(_BINDINGS, {}).values()]
+        found += sum(binding.policy is policy for binding in bindings)
         bound += [controller.model] if mine else []
     if not found:
         raise RuntimeError(
@@ -311,19 +329,23 @@ def plan(model: torch.nn.Module) -> Plan:
     if not modules:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard first")
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
-    out = Plan()
-    for _, module in modules:
-        policy = torch_internals.policy_of(module)
-        for group in torch_internals.groups(module):
-            for owner, name, param in torch_internals.parameters(group):
-                full = ".".join(filter(None, (names.get(id(owner), "?"), name)))
-                binding = binding_of(owner, name)
-                if binding is not None:
-                    out.rows.append(binding.row(full))
-                    continue
-                reason = "not quantized"
-                dtype = policy.param_dtype or param.sharded_param.dtype
-                out.rows.append(_row(full, param, group, None, "-", reason, dtype))
+    out = Plan([row for _, module in modules for row in _rows(module, names)])
     switched = [row for row in out.rows if row.mode == ROW and row.reason.startswith("on-demand became")]
     out.notes += ["on-demand became row for some weights"] if switched else []
     return out
+
+
+def _rows(module: FSDPModule, names: dict[int, str]) -> list[PlanRow]:
+    """The plan's lines for the groups of one FSDP2 module; `names` of modules by id."""
+    rows = []
+    policy = torch_internals.policy_of(module)
+    for group in torch_internals.groups(module):
+        for owner, name, param in torch_internals.parameters(group):
+            full = ".".join(filter(None, (names.get(id(owner), ""), name)))
+            binding = binding_of(owner, name)
+            if binding is not None:
+                rows.append(binding.row(full))
+                continue
+            dtype = policy.param_dtype or param.sharded_param.dtype
+            rows.append(_row(full, param, group, None, "-", "not quantized", dtype))
+    return rows

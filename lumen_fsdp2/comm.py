@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,18 @@ class _Groups:
 class LumenAllGather(AllGather):
     """FSDP2's all-gather of parameters."""
 
-    def __init__(self, collectives: Collectives, label: str = "parameters") -> None:
-        """`collectives`: of the group to shard over; calls for another group get their own. `label`: in the meter."""
+    def __init__(
+        self, collectives: Collectives, label: str = "parameters", shares: Callable[[], Mapping[str, int]] | None = None
+    ) -> None:
+        """`collectives`: of the group to shard over; calls for another group get their own.
+
+        Args:
+            label: in the meter.
+            shares: bytes of one gather by parameter, for the meter; `label` counts what they leave.
+        """
         self._groups = _Groups(collectives)
         self._label = label
+        self._shares = shares
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new buffer of the caching allocator."""
@@ -52,7 +60,12 @@ class LumenAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather `input_tensor` of all ranks, in rank order."""
         collectives = self._groups.get(group, input_tensor.device)
-        return collectives.all_gather(output_tensor, input_tensor, async_op=async_op, label=self._label)
+        label: str | dict[str, int] = self._label
+        if self._shares is not None:
+            label = dict(self._shares())
+            if rest := output_tensor.nbytes - sum(label.values()):
+                label[self._label] = rest
+        return collectives.all_gather(output_tensor, input_tensor, async_op=async_op, label=label)
 
 
 class LumenReduceScatter(ReduceScatter):

@@ -9,6 +9,7 @@ import torch
 
 from lumen_core.gathered import GatheredWeight
 from lumen_fsdp2 import torch_internals
+from lumen_fsdp2.policy import LumenPolicy
 
 # What hands out the same values in another place, and must hand out the hooks with them.
 _KEEP = {
@@ -60,9 +61,12 @@ class ShardedWeight(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What this rank sends, and what the receiver must know beside it."""
-        from lumen_fsdp2.attach import binding_of  # here: attach puts these weights on modules
+        from lumen_fsdp2.attach import binding_of, start  # here: attach puts these weights on modules
 
         binding = binding_of(module, self.param_name)
+        if binding is None and isinstance(mp_policy, LumenPolicy):
+            start(mp_policy, again=True)  # a second model with a policy that was started for the first
+            binding = binding_of(module, self.param_name)
         local = self.plain()
         if mp_policy.param_dtype is not None:
             local = local.to(mp_policy.param_dtype)

@@ -7,7 +7,7 @@ of them. They are never reduced: a sum of codes means nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lumen_core.comm.meter import METER, ByteMeter
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+Label = str | Mapping[str, int] | None
 Finish = Callable[[], None]
 
 CHOICES = ("auto", "c10d", "mori")
@@ -26,7 +27,7 @@ class Collectives(Protocol):
 
     Tensors are contiguous and of equal size on every rank; their shape is ignored. With `async_op` a call returns a
     `dist.Work`, after whose `wait()` the current stream sees the result; otherwise None, and the current stream sees
-    it. `label` names the call in the meter.
+    it. `label` names the call in the meter, or says what bytes of it belong to whom.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Collectives(Protocol):
     meter: ByteMeter
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """`output` `[world * n]` becomes the `input` `[n]` of every rank, in rank order."""
         ...
@@ -46,19 +47,19 @@ class Collectives(Protocol):
         op: ReduceOp,
         *,
         async_op: bool = False,
-        label: str | None = None,
+        label: Label = None,
     ) -> dist.Work | None:
         """`output` `[n]` becomes this rank's n values of the reduction of every `input` `[world * n]`."""
         ...
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """`tensor` becomes its reduction over all ranks. MAX and MIN of floats are NaN wherever one rank has NaN."""
         ...
 
     def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """Part r of `output` becomes the part of rank r's `input` that is for this rank; all parts are equal."""
         ...
@@ -109,8 +110,10 @@ class GroupCollectives:
         self.size = group.size()
         self.rank = group.rank()
 
-    def _record(self, kind: str, label: str | None, nbytes: int) -> None:
-        self.meter.record(kind, label or "", nbytes if self.size > 1 else 0)
+    def _record(self, kind: str, label: Label, nbytes: int) -> None:
+        shares = label if isinstance(label, Mapping) else {label or "": nbytes}
+        for name, share in shares.items():
+            self.meter.record(kind, name, share if self.size > 1 else 0)
 
     def _many_to_one(self, many: torch.Tensor, one: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both flat, bytes as uint8.
@@ -140,7 +143,7 @@ class C10dCollectives(GroupCollectives):
     name = "c10d"
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`."""
         out, part = self._many_to_one(output, input)
@@ -156,7 +159,7 @@ class C10dCollectives(GroupCollectives):
         op: ReduceOp,
         *,
         async_op: bool = False,
-        label: str | None = None,
+        label: Label = None,
     ) -> dist.Work | None:
         """See `Collectives`. Every `op` goes to the backend as it is.
 
@@ -170,7 +173,7 @@ class C10dCollectives(GroupCollectives):
         return scatter(out, whole, op=op, group=self.group, async_op=async_op)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`.
 
@@ -194,7 +197,7 @@ class C10dCollectives(GroupCollectives):
         return finished_later(finish, tensor.device, async_op)
 
     def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`."""
         out, sent = self._equal_parts(output, input)

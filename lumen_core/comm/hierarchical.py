@@ -13,6 +13,7 @@ from lumen_core.comm.collectives import (
     C10dCollectives,
     Collectives,
     GroupCollectives,
+    Label,
     LaterWork,
     ReduceOp,
     check_reducible,
@@ -53,7 +54,7 @@ class HierarchicalCollectives(GroupCollectives):
         self._flat = C10dCollectives(group, meter)
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`."""
         out, part = self._many_to_one(output, input)
@@ -74,7 +75,7 @@ class HierarchicalCollectives(GroupCollectives):
         op: ReduceOp,
         *,
         async_op: bool = False,
-        label: str | None = None,
+        label: Label = None,
     ) -> dist.Work | None:
         """See `Collectives`; an `op` that cannot be taken in two steps goes over the whole group in one."""
         check_reducible(input)
@@ -90,7 +91,7 @@ class HierarchicalCollectives(GroupCollectives):
         return _issued(out, async_op)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`; inside nodes, then between them."""
         check_reducible(tensor)
@@ -102,7 +103,7 @@ class HierarchicalCollectives(GroupCollectives):
         return _issued(tensor, async_op)
 
     def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`; over the whole group at once."""
         return self._flat.all_to_all(output, input, async_op=async_op, label=label)

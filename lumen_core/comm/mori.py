@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lumen_core.comm.collectives import C10dCollectives, GroupCollectives, LaterWork, ReduceOp, check_reducible
+from lumen_core.comm.collectives import C10dCollectives, GroupCollectives, Label, LaterWork, ReduceOp, check_reducible
 from lumen_core.comm.meter import METER, ByteMeter
 
 MAX_RANKS = 8  # the all-gather kernel has one wavefront for each peer, and eight of them
@@ -232,7 +232,7 @@ class MoriCollectives(GroupCollectives):
         self._buffers: tuple[torch.Tensor, ...] | None = None
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`."""
         out, part = self._many_to_one(output, input)
@@ -240,7 +240,7 @@ class MoriCollectives(GroupCollectives):
         return self._exchange("AllgatherSdma", out, part, async_op)
 
     def all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: str | None = None
+        self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`."""
         out, sent = self._equal_parts(output, input)
@@ -254,7 +254,7 @@ class MoriCollectives(GroupCollectives):
         op: ReduceOp,
         *,
         async_op: bool = False,
-        label: str | None = None,
+        label: Label = None,
     ) -> dist.Work | None:
         """See `Collectives`.
 
@@ -278,7 +278,7 @@ class MoriCollectives(GroupCollectives):
         return self._exchange("All2allSdma", parts, whole, async_op, finish)
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, label: str | None = None
+        self, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, label: Label = None
     ) -> dist.Work | None:
         """See `Collectives`.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lumen_core.comm.collectives import Collectives, ReduceOp, finished_later
+from lumen_core.comm.collectives import Collectives, Label, ReduceOp, finished_later
 from lumen_core.formats import element_format, resolve_flavour
 from lumen_core.tensor import QuantizedTensor, quantize
 
@@ -25,7 +25,7 @@ def quantized_reduce_scatter(
     *,
     flavour: str = "auto",
     async_op: bool = False,
-    label: str | None = None,
+    label: Label = None,
 ) -> dist.Work | None:
     """`output` becomes this rank's part of the sum or average of every `input`, to about 3 % of its norm.
 
