@@ -99,7 +99,7 @@ def summarize(model: torch.nn.Module, controllers: list[Controller]) -> Summary:
             kernels = _kernels(config, n, k, device)
             rows.append(Row(label, tuple(weight.shape), config.recipe, _gemms(config), kernels, weight.requires_grad))
     skipped = [entry for controller in controllers for entry in controller.skipped]
-    config = configs[0]  # all alike; an adapter may have settled an option of `enable`'s (where dgrad's weight comes from)
+    config = configs[0]  # all alike; an adapter may have settled where dgrad takes its weight from
     return Summary(config, resolve_flavour(config.flavour, device), rows, skipped)
 
 

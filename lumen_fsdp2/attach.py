@@ -34,6 +34,7 @@ from lumen_fsdp2.policy import LumenPolicy
 from lumen_fsdp2.weight import ShardedWeight
 
 _BINDINGS = sharding.GATHER_ATTRIBUTE  # parameter name -> Binding
+_SWITCHED = "on-demand became row: weights are read again outside the pass that they were gathered for"
 _QUANTIZED = (QuantLinear, QuantExperts)
 
 
@@ -155,13 +156,14 @@ class Binding:
     def _tell_switch(self) -> None:
         if self.mode == ON_DEMAND and not self._switched:
             self._switched = True
-            self.reason = "on-demand became row: weights are read again outside the pass that they were gathered for"
-            _say_once(self.reason)
+            _say_once(_SWITCHED)
 
     def row(self, name: str) -> PlanRow:
         """The plan's line."""
-        mode = ROW if self._switched else self.mode
-        row = _row(name, self._param(), self._fsdp_group(), self.wire, mode, self.reason, self.compute_dtype)
+        mode, reason, group = self.mode, self.reason, self._fsdp_group()
+        if mode == ON_DEMAND and (self._switched or not torch_internals.reshards_after_forward(group)):
+            mode, reason = ROW, _SWITCHED
+        row = _row(name, self._param(), group, self.wire, mode, reason, self.compute_dtype)
         if self.delayed and len(self.shape) == 3 and self.world > 1:  # the experts' own amaxes
             row = replace(row, bytes_per_gather=row.bytes_per_gather + 4 * self.shape[0])
         return row
@@ -330,8 +332,6 @@ def plan(model: torch.nn.Module) -> Plan:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard first")
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
     out = Plan([row for _, module in modules for row in _rows(module, names)])
-    switched = [row for row in out.rows if row.mode == ROW and row.reason.startswith("on-demand became")]
-    out.notes += ["on-demand became row for some weights"] if switched else []
     return out
 
 
