@@ -25,7 +25,7 @@ def mx_to_tensor(
 
     Args:
         codes: `[R, C]` as `casts.quantize_mx` gives them.
-        scale: `float8_e8m0fnu`, one a block.
+        scale: one a block, `float8_e8m0fnu` or its bytes as uint8 (inductor takes no E8M0 tensor into a CPU graph).
         fmt: element format of both.
         block: `(rows, columns)` that share a scale.
         shape: `(R, C)`.

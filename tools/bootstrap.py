@@ -92,13 +92,13 @@ def main(argv: list[str] | None = None) -> None:
             raise SystemExit(f"bootstrap: {arguments.torch} was installed but does not import")
     if not new_enough(present[0]):
         raise SystemExit(f"bootstrap: torch {present[0]} in {folder} is too old: 2.11 or newer")
-    print(
-        f"bootstrap: torch {present[0]} from {present[1]}; installing the package and [{arguments.extras}]",
-        flush=True,
-    )
+    extras = arguments.extras
+    if present[0].endswith("+cpu") and "test" in extras.split(","):
+        extras += ",kernels"  # a GPU build of torch brings its own Triton
+    print(f"bootstrap: torch {present[0]} from {present[1]}; installing the package and [{extras}]", flush=True)
     constraint = folder / "torch-constraint.txt"
     constraint.write_text(f"torch=={present[0]}\n")
-    pip(python, "--constraint", str(constraint), "--editable", f"{ROOT}[{arguments.extras}]")
+    pip(python, "--constraint", str(constraint), "--editable", f"{ROOT}[{extras}]")
 
 
 if __name__ == "__main__":

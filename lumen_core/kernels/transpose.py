@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from lumen_core.formats import E8M0_DTYPE, ElementFormat, element_format
+from lumen_core.formats import E8M0_DTYPE, ElementFormat, element_format, resolve_flavour
 from lumen_core.kernels import registry
 from lumen_core.kernels.query import QuantizeQuery
 from lumen_core.requantize import mx_to_tensor
@@ -68,6 +68,6 @@ def _(codes: torch.Tensor, scale: torch.Tensor, element: str, flavour: str, bloc
 def _by_triton(x: torch.Tensor) -> bool:
     if x.device.type == "cpu":
         return False
-    fmt = element_format("e4m3", "ocp")
+    fmt = element_format("e4m3", resolve_flavour("auto", x.device))
     query = QuantizeQuery(x.device.type, torch.bfloat16, fmt, (0, 0), False, False, x.numel(), True)
     return registry.choose("quantize", query) == "triton"

@@ -219,7 +219,15 @@ def _cast_blocks(
 
 
 def block_constants(
-    fmt: ElementFormat, block: tuple[int, int], rows: int, columns: int, *, mx: bool, rounding: str, pow2: bool
+    fmt: ElementFormat,
+    block: tuple[int, int],
+    rows: int,
+    columns: int,
+    *,
+    mx: bool,
+    rounding: str,
+    pow2: bool,
+    hip: bool | None = None,
 ) -> dict[str, Any]:
     """Compile-time arguments of `cast_blocks`: a tile about four times as wide as high, no larger than the matrix."""
     br, bc = block
@@ -234,7 +242,7 @@ def block_constants(
         "EMAX": fmt.emax,
         "MANTISSA": fmt.mantissa_bits,
         "LARGEST_MANTISSA": largest_mantissa,
-        **scale_constants(fmt, pow2),
+        **scale_constants(fmt, pow2, hip),
         "BR": br,
         "BC": bc,
         "TR": tile_rows,

@@ -17,11 +17,20 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def _encode(x, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
+def _encode(x, LIMIT: tl.constexpr, CAST: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes of scaled values; `CAST` names AMD's instruction where Triton would not use it, else it is empty."""
     # A plain minimum and maximum may drop NaN.
     x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     x = tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return x.to(DTYPE)
+    if CAST == "fp8":
+        word = tl.inline_asm_elementwise("v_cvt_pk_fp8_f32 $0, $1, $1", "=v,v", [x], tl.int32, is_pure=True, pack=1)
+        codes = word.to(tl.uint8).to(DTYPE, bitcast=True)
+    elif CAST == "bf8":
+        word = tl.inline_asm_elementwise("v_cvt_pk_bf8_f32 $0, $1, $1", "=v,v", [x], tl.int32, is_pure=True, pack=1)
+        codes = word.to(tl.uint8).to(DTYPE, bitcast=True)
+    else:
+        codes = x.to(DTYPE)
+    return codes
 
 
 @triton.jit
@@ -67,6 +76,7 @@ def cast_flat(
     head_room,
     FROM_AMAX: tl.constexpr,
     LIMIT: tl.constexpr,
+    CAST: tl.constexpr,
     LEAST_AMAX: tl.constexpr,
     POW2: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -86,11 +96,11 @@ def cast_flat(
     # A mask with a bound that is no multiple of 16 would make every load narrow: only the last block has one.
     if start + BLOCK <= n:
         x = tl.load(x_ptr + index).to(tl.float32)
-        tl.store(codes_ptr + index, _encode(x * inverse, LIMIT, codes_ptr.dtype.element_ty))
+        tl.store(codes_ptr + index, _encode(x * inverse, LIMIT, CAST, codes_ptr.dtype.element_ty))
     else:
         inside = index < n - start
         x = tl.load(x_ptr + index, mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes_ptr + index, _encode(x * inverse, LIMIT, codes_ptr.dtype.element_ty), mask=inside)
+        tl.store(codes_ptr + index, _encode(x * inverse, LIMIT, CAST, codes_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -100,6 +110,7 @@ def cast_rows(
     scale_ptr,
     columns,
     LIMIT: tl.constexpr,
+    CAST: tl.constexpr,
     LEAST_AMAX: tl.constexpr,
     POW2: tl.constexpr,
     ONE_PASS: tl.constexpr,
@@ -117,7 +128,9 @@ def cast_rows(
         bits = tl.max(_magnitude_bits(x), axis=0)
         scale = _fp32_scale(bits.to(tl.float32, bitcast=True), LIMIT, LEAST_AMAX, POW2)
         tl.store(scale_ptr + row, scale)
-        tl.store(codes_ptr + index, _encode(x * _reciprocal(scale), LIMIT, codes_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            codes_ptr + index, _encode(x * _reciprocal(scale), LIMIT, CAST, codes_ptr.dtype.element_ty), mask=inside
+        )
     else:
         largest = tl.zeros([BLOCK], tl.int32)
         for block in range(0, columns, BLOCK):
@@ -130,7 +143,7 @@ def cast_rows(
         for block in range(0, columns, BLOCK):
             inside = index < columns - block
             x = tl.load(x_ptr + block + index, mask=inside, other=0.0).to(tl.float32)
-            codes = _encode(x * inverse, LIMIT, codes_ptr.dtype.element_ty)
+            codes = _encode(x * inverse, LIMIT, CAST, codes_ptr.dtype.element_ty)
             tl.store(codes_ptr + block + index, codes, mask=inside)
 
 
@@ -149,6 +162,7 @@ def cast_blocks(
     MANTISSA: tl.constexpr,
     LARGEST_MANTISSA: tl.constexpr,
     LIMIT: tl.constexpr,
+    CAST: tl.constexpr,
     LEAST_AMAX: tl.constexpr,
     POW2: tl.constexpr,
     BR: tl.constexpr,
@@ -184,7 +198,7 @@ def cast_blocks(
         scale = _fp32_scale(bits.to(tl.float32, bitcast=True), LIMIT, LEAST_AMAX, POW2)
         tl.store(scale_ptr + scale_offset, scale, mask=has_scale)
         inverse = _reciprocal(scale)
-    codes = _encode(blocks * inverse[:, None, :, None], LIMIT, codes_ptr.dtype.element_ty)
+    codes = _encode(blocks * inverse[:, None, :, None], LIMIT, CAST, codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + start + offset, tl.reshape(codes, (TR, TC)), mask=inside)
 
 
@@ -254,6 +268,7 @@ def retile(
     RESCALE: tl.constexpr,
     TRANSPOSE: tl.constexpr,
     LIMIT: tl.constexpr,
+    CAST: tl.constexpr,
     BLOCK: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
@@ -281,7 +296,9 @@ def retile(
         byte = tl.load(scale_ptr + (i.to(tl.int64) if WIDE else i) * scale_columns + j, mask=has_scale, other=0)
         factor = (tl.maximum(byte.to(tl.int32) - largest + 127, 1) << 23).to(tl.float32, bitcast=True)
         values = tl.reshape(codes.to(tl.float32), (TR // BLOCK, BLOCK, TC // BLOCK, BLOCK))
-        codes = tl.reshape(_encode(values * factor[:, None, :, None], LIMIT, codes_ptr.dtype.element_ty), (TR, TC))
+        codes = tl.reshape(
+            _encode(values * factor[:, None, :, None], LIMIT, CAST, codes_ptr.dtype.element_ty), (TR, TC)
+        )
     if TRANSPOSE:
         out_ptr += first_column.to(tl.int64) * rows + first_row
         r = tl.arange(0, TR)[None, :]

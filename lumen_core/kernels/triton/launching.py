@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,9 +27,25 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def scale_constants(fmt: ElementFormat, pow2: bool) -> dict[str, Any]:
-    """Compile-time arguments of every kernel that computes an fp32 scale."""
-    return {"LIMIT": fmt.max, "LEAST_AMAX": MIN_SCALE * fmt.max, "POW2": pow2}
+def element_constants(fmt: ElementFormat, hip: bool | None = None) -> dict[str, Any]:
+    """Compile-time arguments of every kernel that casts to `fmt` (`hip`: on AMD; default: as this torch is built)."""
+    hip = torch.version.hip is not None if hip is None else hip
+    # On AMD, OCP means gfx950.
+    by_hand = hip and fmt.flavour == "ocp" and not _triton_casts_on_gfx950()
+    return {"LIMIT": fmt.max, "CAST": {"e4m3": "fp8", "e5m2": "bf8"}[fmt.name] if by_hand else ""}
+
+
+@functools.cache
+def _triton_casts_on_gfx950() -> bool:
+    """Whether Triton itself uses the instruction: since 3.7; before, a cast to OCP takes fifty others."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7)
+
+
+def scale_constants(fmt: ElementFormat, pow2: bool, hip: bool | None = None) -> dict[str, Any]:
+    """Compile-time arguments of every kernel that casts to `fmt` at an fp32 scale that it computes."""
+    return {**element_constants(fmt, hip), "LEAST_AMAX": MIN_SCALE * fmt.max, "POW2": pow2}
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lumen_core.formats import ElementFormat
-from lumen_core.kernels.triton.launching import INT32_END, check_contiguous, on_device_of, warps
+from lumen_core.kernels.triton.launching import INT32_END, check_contiguous, element_constants, on_device_of, warps
 
 _TILE = 128
 MX_BLOCK = 32
@@ -32,7 +32,7 @@ def mx_to_tensor(
         return out, torch.full((), 2.0**-126, dtype=torch.float32, device=codes.device)
     scale = scale.contiguous().view(torch.uint8)
     tensor_scale = torch.empty((), dtype=torch.float32, device=codes.device)
-    _retile(codes, out, transposed, scale, scale.amax(), tensor_scale, fmt.max)
+    _retile(codes, out, transposed, scale, scale.amax(), tensor_scale, fmt)
     return out, tensor_scale
 
 
@@ -58,7 +58,7 @@ def _retile(
     scale: torch.Tensor,
     largest: torch.Tensor,
     out_scale: torch.Tensor,
-    limit: float | None,
+    fmt: ElementFormat | None,
 ) -> None:
     from lumen_core.kernels.triton import cast_kernels as kernels
 
@@ -67,16 +67,18 @@ def _retile(
     with on_device_of(codes):
         kernels.retile[(-(-rows // _TILE) * column_tiles,)](
             codes, scale, largest, out, out_scale, rows, columns, column_tiles, -(-columns // MX_BLOCK),
-            **retile_constants(rows, columns, transposed, limit), num_warps=warps(_TILE * _TILE),
+            **retile_constants(rows, columns, transposed, fmt), num_warps=warps(_TILE * _TILE),
         )  # fmt: skip
 
 
-def retile_constants(rows: int, columns: int, transposed: bool, limit: float | None) -> dict[str, Any]:
-    """Compile-time arguments of the kernel; `limit` None only moves bytes."""
+def retile_constants(
+    rows: int, columns: int, transposed: bool, fmt: ElementFormat | None, hip: bool | None = None
+) -> dict[str, Any]:
+    """Compile-time arguments of the kernel; without `fmt` it only moves bytes."""
     return {
-        "RESCALE": limit is not None,
+        "RESCALE": fmt is not None,
         "TRANSPOSE": transposed,
-        "LIMIT": 0.0 if limit is None else limit,
+        **({"LIMIT": 0.0, "CAST": ""} if fmt is None else element_constants(fmt, hip)),
         "BLOCK": MX_BLOCK,
         "TR": _TILE,
         "TC": _TILE,
