@@ -15,8 +15,7 @@ from lumen_core.gathered import WeightView
 from lumen_core.hadamard import HADAMARD_BLOCK, hadamard
 from lumen_core.kernels import registry
 from lumen_core.kernels.reference import matmul_bf16
-from lumen_core.kernels.transpose import transposed_codes, transposed_tensor_codes
-from lumen_core.requantize import mx_to_tensor
+from lumen_core.kernels.transpose import tensor_codes, transposed_codes, transposed_tensor_codes
 from lumen_core.rounding import stochastic_noise
 from lumen_core.tensor import QuantizedTensor, quantize, transpose_scale
 from lumen_core.wire import WireFormat
@@ -209,9 +208,7 @@ class LinearOperands:
         if as_sent and rows != columns and weight.has_columns:
             return weight.columns()
         if self._moves_exponents(weight):
-            q = weight.rows()
-            data, scale = transposed_tensor_codes(q.data, q.scale, q.fmt, q.block, grad)
-            return QuantizedTensor(data, scale, q.fmt, TENSOR_BLOCK, (q.shape[1], q.shape[0]))
+            return transposed_tensor_codes(weight.rows(), grad)
         if rows == columns:
             return self._turned(self._gathered(weight), grad) if as_sent else self._gathered(weight).transpose()
         if not as_sent and self.config.dgrad_weight != "from_rows":
@@ -243,9 +240,7 @@ class LinearOperands:
                 self.state.note(WEIGHT, weight.amax)
             return weight.rows()
         if self._moves_exponents(weight):
-            q = weight.rows()
-            data, scale = mx_to_tensor(q.data, q.scale, q.fmt, q.block, q.shape)
-            return QuantizedTensor(data, scale, q.fmt, TENSOR_BLOCK, q.shape)
+            return tensor_codes(weight.rows())
         return self._quantize(weight.dense(), self.config.weight_format, self.config.weight_block, WEIGHT)
 
     def _moves_exponents(self, weight: WeightView) -> bool:

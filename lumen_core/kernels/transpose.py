@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from lumen_core.formats import E8M0_DTYPE, ElementFormat, element_format, resolve_flavour
+from lumen_core.casts import TENSOR_BLOCK
+from lumen_core.formats import E8M0_DTYPE, element_format, resolve_flavour
 from lumen_core.kernels import registry
 from lumen_core.kernels.query import QuantizeQuery
 from lumen_core.requantize import mx_to_tensor
+from lumen_core.tensor import QuantizedTensor
 
 
 def transposed_codes(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -21,14 +23,22 @@ def transposed_codes(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.ops.lumen.transposed_codes(codes.view(torch.uint8), grad).view(codes.dtype)
 
 
-def transposed_tensor_codes(
-    codes: torch.Tensor, scale: torch.Tensor, fmt: ElementFormat, block: tuple[int, int], grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`requantize.mx_to_tensor` and a transpose in one, once `grad` is there: codes `[C, R]`, scale 0-dim fp32."""
-    out, common = torch.ops.lumen.transposed_tensor_codes(
-        codes.view(torch.uint8), scale.view(torch.uint8), fmt.name, fmt.flavour, list(block), grad
+def tensor_codes(q: QuantizedTensor) -> QuantizedTensor:
+    """MX codes as codes of one scale, see `requantize.mx_to_tensor`, in one pass where a kernel is there."""
+    return _with_one_scale(q, None)
+
+
+def transposed_tensor_codes(q: QuantizedTensor, grad: torch.Tensor) -> QuantizedTensor:
+    """The same of the transpose, once `grad` is there."""
+    return _with_one_scale(q, grad)
+
+
+def _with_one_scale(q: QuantizedTensor, grad: torch.Tensor | None) -> QuantizedTensor:
+    data, scale = torch.ops.lumen.tensor_codes(
+        q.data.view(torch.uint8), q.scale.view(torch.uint8), q.fmt.name, q.fmt.flavour, list(q.block), grad
     )
-    return out.view(fmt.dtype), common
+    shape = q.shape if grad is None else (q.shape[1], q.shape[0])
+    return QuantizedTensor(data.view(q.fmt.dtype), scale, q.fmt, TENSOR_BLOCK, shape)
 
 
 @torch.library.custom_op("lumen::transposed_codes", mutates_args=())
@@ -45,24 +55,26 @@ def _(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return codes.new_empty(codes.shape[1], codes.shape[0])
 
 
-@torch.library.custom_op("lumen::transposed_tensor_codes", mutates_args=())
-def _transposed_tensor_codes(
-    codes: torch.Tensor, scale: torch.Tensor, element: str, flavour: str, block: list[int], grad: torch.Tensor
+@torch.library.custom_op("lumen::tensor_codes", mutates_args=())
+def _tensor_codes(
+    codes: torch.Tensor, scale: torch.Tensor, element: str, flavour: str, block: list[int], grad: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fmt = element_format(element, flavour)
+    fmt, turned = element_format(element, flavour), grad is not None
     codes, scale = codes.view(fmt.dtype), scale.view(E8M0_DTYPE)
     if tuple(block) == (32, 32) and _by_triton(codes):
         from lumen_core.kernels.triton import retile
 
-        out, common = retile.mx_to_tensor(codes, scale, fmt, transposed=True)
+        out, common = retile.mx_to_tensor(codes, scale, fmt, transposed=turned)
         return out.view(torch.uint8), common
     out, common = mx_to_tensor(codes, scale, fmt, (block[0], block[1]), (codes.shape[0], codes.shape[1]))
-    return out.view(torch.uint8).t().contiguous(), common
+    out = out.view(torch.uint8)
+    return (out.t().contiguous() if turned else out.clone()), common
 
 
-@_transposed_tensor_codes.register_fake
-def _(codes: torch.Tensor, scale: torch.Tensor, element: str, flavour: str, block: list[int], grad: torch.Tensor):
-    return codes.new_empty(codes.shape[1], codes.shape[0]), codes.new_empty((), dtype=torch.float32)
+@_tensor_codes.register_fake
+def _(codes: torch.Tensor, scale: torch.Tensor, element: str, flavour: str, block: list[int], grad):
+    rows, columns = codes.shape if grad is None else (codes.shape[1], codes.shape[0])
+    return codes.new_empty(rows, columns), codes.new_empty((), dtype=torch.float32)
 
 
 def _by_triton(x: torch.Tensor) -> bool:
