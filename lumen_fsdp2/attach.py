@@ -240,7 +240,7 @@ def bind(module: FSDPModule, policy: LumenPolicy, refresher: WeightAmax) -> int:
             binding = Binding(owner, name, param, group, policy)
             owner.__dict__.setdefault(_BINDINGS, {})[name] = binding
             found += 1
-            if binding.mode == ROW and not binding.wire.one_copy or binding.mode == ON_DEMAND:
+            if binding.mode == ON_DEMAND or _dgrad_from_rows(binding, policy):
                 _from_rows(owner)
             if binding.wire is not None and binding.wire.per_tensor and len(binding.shape) == 2:
                 binding.refresher = refresher
@@ -259,6 +259,16 @@ def _check_recipe(owner: torch.nn.Module, policy: LumenPolicy) -> None:
             f"LumenPolicy(recipe={given.recipe!r}) on a model that quant.enable prepared with {own.recipe!r} "
             f"({own}): give the policy no recipe, or the same"
         )
+
+
+def _dgrad_from_rows(binding: Binding, policy: LumenPolicy) -> bool:
+    """True where dgrad's blocks come from the rows.
+
+    Also for a weight that does not divide over this many ranks: the numbers must not depend on how many there are.
+    """
+    if binding.wire is not None:
+        return binding.mode == ROW and not binding.wire.one_copy
+    return policy.low_precision_all_gather and policy.wire is None and policy.all_gather_mode in ("auto", ROW)
 
 
 def _from_rows(owner: torch.nn.Module) -> None:
@@ -331,8 +341,7 @@ def plan(model: torch.nn.Module) -> Plan:
     if not modules:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard first")
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
-    out = Plan([row for _, module in modules for row in _rows(module, names)])
-    return out
+    return Plan([row for _, module in modules for row in _rows(module, names)])
 
 
 def _rows(module: FSDPModule, names: dict[int, str]) -> list[PlanRow]:

@@ -45,10 +45,9 @@ class PlanRow:
 
 @dataclass
 class Plan:
-    """All parameters of a sharded model, largest first to go wrong: read `print(plan)`."""
+    """All parameters of a sharded model; `print(plan)` is a table."""
 
     rows: list[PlanRow] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def bytes_per_step(self) -> int:
@@ -86,7 +85,7 @@ class Plan:
                 f"{2 * sum(r.numel * r.gathers for r in quantized) / numel:.4g}); all parameters "
                 f"{self.bytes_per_step / 1e6:.3f} MB a step"
             )
-        return "\n".join(lines + [f"  {note}" for note in self.notes])
+        return "\n".join(lines)
 
 
 def _merged(rows: list[PlanRow]) -> list[PlanRow]:

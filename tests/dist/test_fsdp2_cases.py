@@ -66,6 +66,8 @@ def uneven(rank: int, size: int, recipe: str, rows: int, options: dict) -> None:
         assert (mine.full_tensor() - other).abs().max() <= 1e-6
     (row,) = [row for row in plan(sharded).rows if row.name == "0.weight"]
     assert (row.mode == "-") == bool(rows % size) and (row.mode != "-" or "do not divide" in row.reason)
+    sources = {m.quant_config.dgrad_weight for m in sharded.modules() if hasattr(m, "quant_config")}
+    assert sources == {"from_rows" if recipe == "mxfp8" else "direct"}  # whatever the number of ranks
     steps = {float(state["step"]) for state in optimizers[0].state.values()}
     assert steps == {3.0}
 
