@@ -1,4 +1,4 @@
-"""`lumen-bench gemm` and `lumen-bench quantize`: how fast the parts of a quantized layer are on this machine.
+"""`lumen-bench gemm`, `quantize` and `fsdp2`: how fast a quantized layer and a sharded step are on this machine.
 
 Medians of single runs; on a GPU timed by events, with the L2 cache flushed before each. Compare numbers of
 one run only.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from launch.bench import gemm, quantize
+from launch.bench import fsdp2, gemm, quantize
 from launch.bench.timing import Stopwatch
 from lumen_core.config import QuantConfig
 from lumen_core.diagnostics.doctor import describe, torch_build
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="torch.compile the casts, torchao's too (GPU yes, CPU no)",
     )
+    fsdp2.add_arguments(commands)
     return parser
 
 
@@ -83,6 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     options = parser.parse_args(argv)
+    if options.command == "fsdp2":
+        try:
+            return fsdp2.main(options)
+        except ValueError as error:
+            parser.error(str(error))
     device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu = device.type != "cpu"
     if options.json is not None:
