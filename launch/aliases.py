@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launch.config import ConfigError
-from launch.schema import nearest
+from launch.schema import FALSE, TRUE, Key, convert, keys, nearest
 
 ALIASES = {
     "quant_recipe_name": "quant",
@@ -15,25 +15,15 @@ ALIASES = {
     "quant_converters": "quant.converters",
     "quant_apply_modules": "quant.apply_modules",
     "quant_ignored_modules": "quant.ignored_modules",
+    "enable_fsdp_low_precision_all_gather": "backend.low_precision_all_gather",
+    "fsdp_low_precision_all_gather_mode": "backend.all_gather_mode",
+    "efsdp_shard_placement_fn": "backend.shard_placement",
 }
 """Old name -> the key that does the same here."""
-
-LATER = {
-    "enable_fsdp_low_precision_all_gather": "weights are gathered in train.dtype",
-    "fsdp_low_precision_all_gather_mode": "weights are gathered in train.dtype",
-    "efsdp_shard_placement_fn": "FSDP2's own placement (dimension 0) is used",
-}
-"""Names that have no counterpart in this version -> what it does instead."""
 
 
 def leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def refuse_later(name: str, value: str) -> None:
-    """Raise `ConfigError` when ``name`` belongs to a feature this version lacks."""
-    if leaf(name) in LATER:
-        raise ConfigError(f"{name}={value}: this version has no such option ({LATER[leaf(name)]}); leave it out")
 
 
 def _patterns(value: Any) -> list[str]:
@@ -52,14 +42,13 @@ def translate(plain: dict[str, Any], recipe_file: Callable[[str], Mapping[str, A
     """
     found: dict[str, Any] = {}
     for holder in [plain, *[v for v in plain.values() if isinstance(v, dict)]]:
-        for name in [n for n in holder if n in ALIASES or n in LATER]:
-            refuse_later(name, str(holder[name]))
+        for name in [n for n in holder if n in ALIASES]:
             found[name] = holder.pop(name)
+    notes = _backend({n: found.pop(n) for n in list(found) if ALIASES[n].startswith("backend.")}, plain)
     if not found:
-        return []
+        return notes
     quant = plain.get("quant")
     quant = plain["quant"] = dict(quant) if isinstance(quant, Mapping) else {"recipe": quant} if quant else {}
-    notes: list[str] = []
 
     def put(old: str, new: Mapping[str, Any]) -> None:
         for name, value in new.items():
@@ -85,7 +74,41 @@ def translate(plain: dict[str, Any], recipe_file: Callable[[str], Mapping[str, A
     return [n for n in notes if n]
 
 
+def _backend(found: Mapping[str, Any], plain: dict[str, Any]) -> list[str]:
+    """Replace the old names of the backend group's keys; values are checked where the new keys' are."""
+    if not found:
+        return []
+    known, train = keys(), plain.get("train") or {}
+    section = plain["backend"] = dict(plain.get("backend") or {})
+    notes: list[str] = []
+    for old, value in found.items():
+        key = known[ALIASES[old]]
+        name, extra = key.name.partition(".")[2], ""
+        value = _checked(old, key, value)
+        if name == "all_gather_mode":
+            enabled = found.get("enable_fsdp_low_precision_all_gather", section.get("low_precision_all_gather", True))
+            if str(enabled).lower() in FALSE:  # there it has a default that is written out beside the switch
+                notes.append(f"{old} is {key.name} here: left out, as nothing quantized is gathered")
+                continue
+            if value == "on-demand" and str(train.get("activation_checkpointing", False)).lower() in TRUE:
+                value, extra = "all", " (on-demand is not right where activations are recomputed)"
+        if section.get(name, key.default) not in (key.default, value):
+            raise ConfigError(f"{old} and {key.name} are both given and differ; give {key.name} only")
+        section[name] = value
+        notes.append(f"{old} is {key.name} here: {key.name}={_text(value)}{extra}")
+    return notes
+
+
+def _checked(old: str, key: Key, value: Any) -> Any:
+    try:
+        return convert(key, value)
+    except ConfigError as error:
+        raise ConfigError(f"{old}: {error}") from None
+
+
 def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 

@@ -27,6 +27,7 @@ def sides(cfg: TrainConfig) -> list[TrainConfig]:
     reference = copy.deepcopy(cfg)
     reference.quant.enabled, reference.quant.recipe, reference.quant.options = True, cfg.compare, {}
     reference.export = None
+    reference.backend.wire, reference.backend.all_gather_mode = None, "auto"  # they belong to the configured recipe
     runs = [copy.deepcopy(cfg), reference]
     names = [recipe_folder(recipe_label(c)) for c in runs]
     if names[0] == names[1]:  # one recipe with and without options on top
@@ -91,4 +92,5 @@ def _report(cfg: TrainConfig, first: RunResult, reference: RunResult, world: Wor
             f"validation loss: {names[0]} {first.validation_loss:.4f}, {names[1]} {reference.validation_loss:.4f}"
         )
         lines.append(f"relative gap of the validation loss: {first.gap_percent:+.2f} %")
+    lines += summary.wire_lines(names, (first, reference))
     print("\n".join(lines), flush=True)

@@ -150,6 +150,26 @@ class BackendConfig:
     device: str = option("auto", "auto = cuda (also ROCm's name) when there is one", choices=("auto", "cpu", "cuda"))
     reshard_after_forward: bool = option(True, "free gathered weights between forward and backward")
     reduce_dtype: str = option("fp32", "precision of the gradient reduction", choices=("fp32", "bf16"))
+    low_precision_all_gather: bool = option(
+        True, "send weights as the recipe quantizes them; false = in train.dtype, quantized after they arrived"
+    )
+    all_gather_mode: str = option(
+        "auto",
+        "which blocks of a 1x32 weight travel: row = fprop's, on-demand = the coming pass's, all = both; auto = row",
+        choices=("auto", "on-demand", "all", "row"),
+    )
+    wire: str | None = option(
+        None, "recipe whose weights are sent, where it is not the quant group's; bf16 = not quantized; null = the same"
+    )
+    collectives: str = option(
+        "auto",
+        "c10d = NCCL, RCCL or gloo, mori = MORI-CCL; auto = MORI where it can run",
+        choices=("auto", "c10d", "mori"),
+    )
+    low_precision_reduce_scatter: bool = option(False, "send gradients in FP8 with a scale per 128 values")
+    shard_placement: str | None = option(
+        None, "how banks of experts are cut; null = between experts, too", choices=("shard_by_dim_0",)
+    )
 
 
 @dataclass

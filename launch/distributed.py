@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from launch.config import ConfigError
+from launch.config import BackendConfig, ConfigError
+from lumen_core import quantize as quant
+from lumen_core.comm.collectives import collectives_for
+from lumen_fsdp2 import LumenPolicy, fully_shard
+from lumen_fsdp2.comm import LumenAllGather, LumenReduceScatter
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # A rank may wait this long for the others: longer than writing a large checkpoint to a slow file system takes.
@@ -150,16 +154,21 @@ def shard_model(
     world: World,
     *,
     dtype: str,
-    reduce_dtype: str = "fp32",
-    reshard_after_forward: bool = True,
+    backend: BackendConfig | None = None,
     activation_checkpointing: bool = False,
     compile: bool = False,
 ) -> nn.Module:
     """Spreads ``model`` over ``world`` in place: one FSDP2 group a transformer block, one for the rest.
 
     Parameters keep their dtype (the masters that the optimizer updates); ``dtype`` "bf16" computes with bf16 copies of
-    them. Gradients are summed over ranks, not averaged: the loss is divided by the number of tokens of all ranks.
+    them. Gradients are summed over ranks, not averaged: the loss is divided by the number of tokens of all ranks. The
+    weights of a model that `quant.enable` prepared travel as ``backend`` says, those of any other in ``dtype``; the
+    bytes of both are counted (`lumen_core.comm.meter.METER`).
+
+    Raises:
+        ConfigError: collectives were asked for that cannot be used here.
     """
+    backend = BackendConfig() if backend is None else backend
     blocks = transformer_blocks(model)
     for _, block in blocks:
         # Inside the FSDP hooks, so that recomputing a block gathers its weights once and not twice. The module stays
@@ -168,20 +177,61 @@ def shard_model(
             block.forward = _recomputed(block.forward)
         if compile:
             block.forward = torch.compile(block.forward, dynamic=False)
-    policy = MixedPrecisionPolicy()
-    if dtype == "bf16":
-        # Blocks take their inputs as they come: casting would round the rotary tables (and any fp32 mask) to bf16.
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=DTYPES[reduce_dtype], cast_forward_inputs=False
-        )
-    options = {"mesh": world.mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
-    for _, block in blocks:
-        fully_shard(block, **options)
-    # One group for everything else, which keeps tied embeddings one parameter. Its weights end the forward pass and
-    # begin the backward pass, so they stay gathered in between.
-    fully_shard(model, **(options | {"reshard_after_forward": False}))
+    policy = _policy(dtype, backend, quantized=quant.is_enabled(model))
+    options = {"mesh": world.mesh, "mp_policy": policy, "reshard_after_forward": backend.reshard_after_forward}
+    with _collectives_told(backend.collectives):
+        for _, block in blocks:
+            fully_shard(block, **options)
+        # One group for everything else, which keeps tied embeddings one parameter. Its weights end the forward pass and
+        # begin the backward pass, so they stay gathered in between.
+        fully_shard(model, **(options | {"reshard_after_forward": False}))
+        if not isinstance(policy, LumenPolicy):
+            _count_bytes(model, world, backend)
     sum_gradients(model)
     return model
+
+
+def _policy(dtype: str, backend: BackendConfig, *, quantized: bool) -> MixedPrecisionPolicy:
+    """What `fully_shard` is given; without a recipe, as the model was quantized before."""
+    options: dict[str, Any] = {}
+    if dtype == "bf16":
+        # Blocks take their inputs as they come: casting would round the rotary tables (and any fp32 mask) to bf16.
+        options = {
+            "param_dtype": torch.bfloat16,
+            "reduce_dtype": DTYPES[backend.reduce_dtype],
+            "cast_forward_inputs": False,
+        }
+    if not quantized:
+        return MixedPrecisionPolicy(**options)
+    return LumenPolicy(
+        **options,
+        low_precision_all_gather=backend.low_precision_all_gather,
+        all_gather_mode=backend.all_gather_mode,
+        wire=backend.wire,
+        collectives=backend.collectives,
+        low_precision_reduce_scatter=backend.low_precision_reduce_scatter,
+        shard_placement=backend.shard_placement,
+        print_plan=False,  # the run's own report shows it
+    )
+
+
+def _count_bytes(model: nn.Module, world: World, backend: BackendConfig) -> None:
+    """Gives a model that is not quantized the collectives that a quantized one has, which count what they send."""
+    collectives, _ = collectives_for(world.mesh.get_group(), backend.collectives, world.device)
+    for module in fsdp_modules(model):
+        module.set_custom_all_gather(LumenAllGather(collectives))
+        module.set_custom_reduce_scatter(LumenReduceScatter(collectives, backend.low_precision_reduce_scatter))
+
+
+@contextlib.contextmanager
+def _collectives_told(setting: str) -> Iterator[None]:
+    """Collectives that cannot be used are the user's to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "MORI" not in str(error):
+            raise
+        raise ConfigError(f"backend.collectives={setting}: {error}; use backend.collectives=auto") from error
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

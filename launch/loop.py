@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,14 +21,16 @@ from launch.distributed import DTYPES, World, join_world, shard_model
 from launch.models import build_model, count_parameters, materialize
 from launch.nonfinite import NonFiniteError, NonFiniteWatch
 from launch.preflight import own_run_dir
-from launch.report import METRICS, Reporter, Status, peak_memory, read_metrics
+from launch.report import METRICS, Reporter, Status, peak_memory, read_metrics, reset_peak_memory
 from launch.result import RESULT, RunResult, recipe_label, write_result
 from launch.rope import keep_rotary_tables_fp32
 from launch.schedule import Schedule
 from launch.step import StepRecord, TrainStep, evaluate
 from launch.stop import GracefulStop, StopVote, resume_command
 from lumen_core import quantize as quant
+from lumen_core.comm.meter import KINDS, METER, Traffic
 from lumen_core.optim import build_optimizer
+from lumen_fsdp2 import plan
 
 
 def run(cfg: TrainConfig) -> RunResult:
@@ -116,8 +119,7 @@ def prepare_model(cfg: TrainConfig, world: World, vocab_size: int) -> nn.Module:
         model,
         world,
         dtype=dtype,
-        reduce_dtype=cfg.backend.reduce_dtype,
-        reshard_after_forward=cfg.backend.reshard_after_forward,
+        backend=cfg.backend,
         activation_checkpointing=cfg.train.activation_checkpointing,
         compile=cfg.train.compile,
     )
@@ -126,11 +128,17 @@ def prepare_model(cfg: TrainConfig, world: World, vocab_size: int) -> nn.Module:
     return model
 
 
+def wire_record(traffic: Traffic) -> dict[str, int]:
+    """What a step sent, as ``metrics.jsonl`` has it: bytes of all collectives and of each kind."""
+    return {"wire_bytes": traffic.total()} | {f"{kind}_bytes": traffic.total(kind) for kind in KINDS}
+
+
 class Trainer:
     """A run in progress."""
 
     def __init__(self, cfg: TrainConfig, world: World, stop: GracefulStop) -> None:
         self.cfg, self.world, self.stop = cfg, world, stop
+        reset_peak_memory(world.device)
         self.run_dir = Path(cfg.run_dir)
         self.data = self._build_data()
         torch.manual_seed(cfg.train.seed + world.rank)
@@ -162,7 +170,7 @@ class Trainer:
         self.saved = self.position.step if source is not None else -1
         self.watch = NonFiniteWatch(self.step, world, cfg.train.max_nonfinite_steps, self.position.nonfinite)
         self.vote = StopVote(stop)
-        self.pending: list[tuple[int, float, torch.Tensor]] = []
+        self.pending: list[tuple[int, float, torch.Tensor, Traffic]] = []
         self.rates: list[float] = []
         self.clock = time.perf_counter()
         at = {"step": self.position.step, "evaluated": self.position.evaluated}
@@ -221,6 +229,8 @@ class Trainer:
             f"{kinds[self.world.device.type]} process(es), {cfg.train.dtype}; {self._quantized_share():.1%} of linear "
             "weights quantized"
         )
+        if self._sends_quantized():
+            say(str(plan(self.model)))
         if source is not None:
             say(f"continuing from {source}, step {self.position.step}")
         if self.position.step >= cfg.train.max_steps:
@@ -234,6 +244,10 @@ class Trainer:
             return 0.0
         table = quant.summary(self.model)
         return 0.0 if table.config.format == "bf16" else table.quantized_share
+
+    def _sends_quantized(self) -> bool:
+        """Whether there is a plan worth reading: one rank sends nothing, and plain weights travel as they are."""
+        return self.world.size > 1 and any(row.mode != "-" for row in plan(self.model).rows)
 
     # -- the loop
 
@@ -263,10 +277,11 @@ class Trainer:
     def _one_step(self) -> torch.Tensor:
         batches = self.data.train.next_global_batch()
         lr = self.schedule.set(self.position.step)
+        before = METER.snapshot()
         vector = self.step(batches, stop=self.stop.requested)
         self.position.step += 1
         self.watch.keep(self.position.step, batches)
-        self.pending.append((self.position.step, lr, vector))
+        self.pending.append((self.position.step, lr, vector, METER.since(before)))
         return vector[StepRecord._fields.index("stop")]
 
     def _flush(self) -> None:
@@ -274,7 +289,7 @@ class Trainer:
         if not self.pending:
             return
         pending, self.pending = self.pending, []
-        records = [StepRecord(*values) for values in torch.stack([v for _, _, v in pending]).tolist()]
+        records = [StepRecord(*values) for values in torch.stack([p[2] for p in pending]).tolist()]
         now = time.perf_counter()
         elapsed, self.clock = now - self.clock, now
         self.position.seconds += elapsed
@@ -288,20 +303,21 @@ class Trainer:
                 "lr": lr,
                 "tokens": int(record.tokens),
                 "skipped": bool(record.nonfinite) or record.tokens == 0,
+                **wire_record(traffic),
             }
-            for (step, lr, _), record in zip(pending, records, strict=True)
+            for (step, lr, _, traffic), record in zip(pending, records, strict=True)
         ]
         memory = peak_memory(self.world.device)
         rows[-1] |= {"tokens_per_second": self.rates[-1], "memory_gib": memory, "seconds": self.position.seconds}
-        self.reporter.steps(rows, self._status(records[-1], rows[-1]["lr"], memory))
-        skipped = [step for (step, _, _), record in zip(pending, records, strict=True) if record.nonfinite]
+        self.reporter.steps(rows, self._status(records[-1], rows[-1], memory))
+        skipped = [step for (step, *_), record in zip(pending, records, strict=True) if record.nonfinite]
         message = self.watch.look(skipped)
         self.position.nonfinite = self.watch.count
         if message:
             self.reporter.message(message)
         self.clock = time.perf_counter()
 
-    def _status(self, record: StepRecord, lr: float, memory: float) -> Status:
+    def _status(self, record: StepRecord, row: dict[str, Any], memory: float) -> Status:
         step, max_steps = self.position.step, self.cfg.train.max_steps
         tokens = self.cfg.train.global_batch_size * self.cfg.train.seq_length * (max_steps - step)
         return Status(
@@ -309,9 +325,10 @@ class Trainer:
             max_steps=max_steps,
             loss=record.loss,
             grad_norm=record.grad_norm,
-            lr=lr,
+            lr=row["lr"],
             tokens_per_second=self.rates[-1],
             memory=memory,
+            wire_bytes={kind: row[f"{kind}_bytes"] for kind in KINDS},
             seconds_left=tokens / statistics.median(self.rates[-20:]),
             validation_loss=self.validation_loss,
         )
@@ -373,16 +390,17 @@ class Trainer:
             max_steps=cfg.train.max_steps,
             tokens_per_second=statistics.median(self.rates) if self.rates else None,
             seconds=position.seconds,
-            peak_memory_gib=peak_memory(self.world.device),
+            peak_memory_gib=max(self.world.gather(peak_memory(self.world.device))),
             parameters=count_parameters(self.model),
             quantized_share=self._quantized_share(),
             nonfinite_steps=position.nonfinite,
             interrupted=not done,
         )
         if self.world.is_main:
-            for name, value in summary.final_numbers(rows).items():
+            for name, value in (summary.final_numbers(rows) | summary.wire_numbers(rows)).items():
                 setattr(result, name, value)
             if done:
-                summary.report_run(result, rows, cfg, self.model, self.world)
+                sent = str(plan(self.model)) if self._sends_quantized() else None
+                summary.report_run(result, rows, cfg, self.model, self.world, sent)
                 write_result(result, cfg)
         return self.world.from_main(result)

@@ -75,7 +75,6 @@ class _CommandLine:
             self.shown[bare] = value
             self.hydra.append(f"++{bare}={self._value(self.known[bare], value)}")
         else:
-            aliases.refuse_later(bare, value)
             if bare.startswith("hydra"):
                 raise ConfigError(f"{line}: Hydra's own settings are not used; run_dir=… is where a run is written")
             prefix = f"{bare}."

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import math
 import os
+import re
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,12 +70,49 @@ class Metrics:
         self.file.close()
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """`peak_memory` counts from here, where the system can do that, after what nobody holds any more was freed."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory(device: torch.device) -> float:
     """GiB: most memory that tensors took on a GPU; on a CPU, the largest resident size of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    with contextlib.suppress(OSError):
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+        if found:
+            return int(found[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+_SHORT = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "reduce", "all_to_all": "to-all"}
+
+
+def byte_unit(count: float) -> tuple[float, str]:
+    """The decimal unit in which ``count`` bytes read best, and its size."""
+    return next(((size, name) for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= size), (1.0, "B"))
+
+
+def amount(count: float) -> str:
+    """Bytes as ``1.23 MB``."""
+    size, unit = byte_unit(count)
+    return f"{count / size:.4g} {unit}"
+
+
+def traffic_text(by_kind: Mapping[str, float]) -> str:
+    """Bytes of each kind of collective as ``3.10 MB (gather 2.00, scatter 1.00, reduce 0.10)``."""
+    total = sum(by_kind.values())
+    size, unit = byte_unit(total)
+    parts = [f"{_SHORT[kind]} {value / size:.3g}" for kind, value in by_kind.items() if value]
+    return amount(total) + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
 
 
 def duration(seconds: float) -> str:
@@ -85,7 +124,10 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class Status:
-    """What the screen shows at a logging interval; ``None`` where there is nothing yet."""
+    """What the screen shows at a logging interval; ``None`` where there is nothing yet.
+
+    ``wire_bytes``: of the last step, by kind of collective; gathered outputs over all ranks, see `ByteMeter`.
+    """
 
     step: int
     max_steps: int
@@ -96,10 +138,12 @@ class Status:
     memory: float
     seconds_left: float
     validation_loss: float | None = None
+    wire_bytes: Mapping[str, int] | None = None
 
     def fields(self) -> list[tuple[str, str]]:
         """Name and value of each figure, with its unit."""
         validation = "-" if self.validation_loss is None else f"{self.validation_loss:.4f}"
+        wire = [] if self.wire_bytes is None else [("wire", f"{traffic_text(self.wire_bytes)} a step")]
         return [
             ("loss", f"{self.loss:.4f}"),
             ("validation", validation),
@@ -107,6 +151,7 @@ class Status:
             ("lr", f"{self.lr:.2e}"),
             ("tokens/s", f"{self.tokens_per_second:,.0f}"),
             ("memory", f"{self.memory:.2f} GiB"),
+            *wire,
             ("left", duration(self.seconds_left)),
         ]
 
@@ -210,6 +255,7 @@ _SCALARS = {
     "lr": "learning rate",
     "tokens_per_second": "tokens per second",
     "memory_gib": "memory GiB",
+    "wire_bytes": "wire bytes",
 }
 
 

@@ -28,7 +28,9 @@ class RunResult:
         validation_loss: the last one.
         tokens_per_second: median over the logging intervals of this process; None where it trained nothing.
         seconds: of training, over all parts of the run.
-        peak_memory_gib: see `launch.report.peak_memory`.
+        peak_memory_gib: see `launch.report.peak_memory`; of the rank that took most.
+        wire_bytes: what the last step sent, by kind of collective and without kinds that sent nothing, as
+            `lumen_core.comm.meter` counts; None where no step was recorded.
         parameters: of the model.
         quantized_share: part of the linear weights that the recipe covers, 0 to 1.
         nonfinite_steps: steps that were skipped.
@@ -47,6 +49,7 @@ class RunResult:
     tokens_per_second: float | None = None
     seconds: float = 0.0
     peak_memory_gib: float = 0.0
+    wire_bytes: dict[str, int] | None = None
     parameters: int = 0
     quantized_share: float = 0.0
     nonfinite_steps: int = 0

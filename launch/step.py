@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from launch.data import IGNORE, Batch, model_inputs, supervised_tokens
 from launch.distributed import World, fsdp_modules, gradient_sync, local
 from lumen_core import quantize as quant
+from lumen_core.comm.meter import METER
 from lumen_core.optim import set_skip_flag
 
 
@@ -188,6 +189,7 @@ class TrainStep:
             for grad in gradients(self.model):
                 if not isinstance(grad, DTensor):
                     torch.distributed.all_reduce(grad)
+                    METER.record("all_reduce", "gradients", grad.nbytes)
 
     def __call__(self, batches: Sequence[Batch], *, stop: bool = False) -> torch.Tensor:
         """One step.

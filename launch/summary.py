@@ -19,8 +19,10 @@ from torch import nn
 from launch import schema
 from launch.config import TrainConfig
 from launch.distributed import World
+from launch.report import traffic_text
 from launch.result import RunResult
 from lumen_core import quantize as quant
+from lumen_core.comm.meter import KINDS
 
 _PACKAGES = ("lumen-train", "torch", "transformers", "torchao", "triton", "numpy")
 _NO_PLOT = "not drawn, matplotlib is missing"
@@ -37,6 +39,27 @@ def final_numbers(rows: Rows) -> dict[str, float | None]:
         "first_validation_loss": evaluations[0] if evaluations else None,
         "validation_loss": evaluations[-1] if evaluations else None,
     }
+
+
+def wire_numbers(rows: Rows) -> dict[str, dict[str, int] | None]:
+    """`RunResult.wire_bytes`, from a run's ``metrics.jsonl``."""
+    found = [r for r in rows if r["kind"] == "train" and r.get("wire_bytes") is not None]
+    if not found:
+        return {"wire_bytes": None}
+    return {"wire_bytes": {kind: n for kind in KINDS if (n := found[-1][f"{kind}_bytes"])}}
+
+
+def wire_lines(names: Sequence[str], results: Sequence[RunResult]) -> list[str]:
+    """What two runs sent and took, a line each, for the user to compare."""
+    first, reference = results
+    lines = []
+    if first.wire_bytes is not None and reference.wire_bytes is not None:
+        sent = [sum(r.wire_bytes.values()) for r in results]
+        ratio = f", {sent[0] / sent[1]:.3g} times as much" if sent[1] else ""
+        texts = [f"{name} {traffic_text(r.wire_bytes)}" for name, r in zip(names, results, strict=True)]
+        lines.append(f"wire per step:   {'; '.join(texts)}{ratio}")
+    memory = [f"{name} {r.peak_memory_gib:.2f} GiB" for name, r in zip(names, results, strict=True)]
+    return [*lines, f"peak memory:     {'; '.join(memory)}"]
 
 
 def diverged(rows: Rows, step: int) -> bool:
@@ -65,13 +88,15 @@ def last_words(result: RunResult) -> list[str]:
     return [*lines, f"loss curves:     {result.plot or _NO_PLOT}", f"summary:         {result.summary}"]
 
 
-def report_run(result: RunResult, rows: Rows, cfg: TrainConfig, model: nn.Module, world: World) -> None:
-    """Writes the report of a single run and notes its paths in ``result``."""
+def report_run(
+    result: RunResult, rows: Rows, cfg: TrainConfig, model: nn.Module, world: World, sent: str | None = None
+) -> None:
+    """Writes the report of a single run and notes its paths in ``result``; ``sent`` is the plan of the all-gather."""
     folder = Path(result.run_dir)
     result.plot = plot_losses(folder / "loss.png", {result.recipe: rows})
     tables = {result.recipe: str(quant.summary(model))} if quant.is_enabled(model) else {}
     title = f"{cfg.model.name}, {result.recipe}"
-    result.summary = write_summary(folder / "summary.md", title, [result], cfg, tables, world)
+    result.summary = write_summary(folder / "summary.md", title, [result], cfg, tables, world, sent)
 
 
 def versions(world: World) -> dict[str, str]:
@@ -100,7 +125,7 @@ def _cell(value: float | None, form: str) -> str:
 def results_table(results: Sequence[RunResult]) -> list[str]:
     """Markdown, a line each."""
     head = ["recipe", "steps", "validation loss at the start", "at the end", "fall", "gap", "train loss"]
-    head += ["tokens/s", "memory", "quantized", "skipped"]
+    head += ["tokens/s", "memory", "wire/step", "quantized", "skipped"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in results:
         cells = [
@@ -113,6 +138,7 @@ def results_table(results: Sequence[RunResult]) -> list[str]:
             _cell(r.train_loss, ".4f"),
             _cell(r.tokens_per_second, ",.0f"),
             f"{r.peak_memory_gib:.2f} GiB",
+            "-" if r.wire_bytes is None else traffic_text(r.wire_bytes),
             f"{r.quantized_share:.1%}",
             str(r.nonfinite_steps),
         ]
@@ -127,23 +153,29 @@ def write_summary(
     cfg: TrainConfig,
     quant_tables: Mapping[str, str],
     world: World,
+    sent: str | None = None,
 ) -> str:
     """Writes ``summary.md``; returns its path.
 
     Args:
         results: a line each; a recipe that is compared with first, its reference second.
         quant_tables: by recipe, what `quantize.summary` printed.
+        sent: what `lumen_fsdp2.plan` printed.
     """
     lines = [f"# {title}", "", *results_table(results), ""]
     lines.append(
         "Losses are nats per token. The train loss is the mean of the last tenth of the steps (at most 50). "
         '"quantized" is the share of the linear weights, by elements, whose GEMMs follow the recipe; "gap" is how much '
-        "higher the validation loss is than the reference's. Tokens/s is the median over the logging intervals."
+        "higher the validation loss is than the reference's. Tokens/s is the median over the logging intervals, memory "
+        f"the peak of {'a GPU' if world.device.type == 'cuda' else 'a process'}. Wire is what the collectives of the "
+        "last step carried: gathered outputs and inputs of reductions over all ranks, nothing with one rank."
     )
     if results[0].plot:
         lines += ["", f"![loss curves]({os.path.basename(results[0].plot)})"]
     for recipe, table in quant_tables.items():
         lines += ["", f"## Layers: {recipe}", "", "```", table, "```"]
+    if sent is not None:
+        lines += ["", "## What travels", "", "```", sent, "```"]
     lines += ["", "## Configuration", "", "```yaml", _yaml(schema.to_plain(cfg)), "```", "", "## Versions", ""]
     lines += [f"- {name}: {version}" for name, version in versions(world).items()]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -25,6 +25,7 @@ def validate(cfg: TrainConfig, world_size: int = 1) -> list[str]:
         *(_model_path(cfg) if cfg.model.path is not None else _model(cfg.model)),
         *_length(cfg),
         *_quant(cfg),
+        *_wire(cfg),
         *_paths(cfg),
     ]
 
@@ -124,6 +125,43 @@ def _quant(cfg: TrainConfig) -> Iterator[str]:
                 f"compare={cfg.compare}: expected a recipe ({', '.join(RECIPES)}) or a grammar string; "
                 f"nearest: {nearest(cfg.compare, RECIPES)}"
             )
+
+
+def _wire(cfg: TrainConfig) -> Iterator[str]:
+    """How weights travel: contradictions that would leave an option without effect."""
+    from lumen_core.config import RECIPES, QuantConfig
+
+    b = cfg.backend
+    given = [] if b.wire is None else [f"backend.wire={b.wire}"]
+    given += [] if b.all_gather_mode == "auto" else [f"backend.all_gather_mode={b.all_gather_mode}"]
+    if b.wire is not None:
+        try:
+            QuantConfig.from_recipe(b.wire)
+        except (ValueError, TypeError):
+            yield (
+                f"backend.wire={b.wire}: expected a recipe ({', '.join(RECIPES)}) or a grammar string; "
+                f"nearest: {nearest(b.wire, RECIPES)}"
+            )
+            return
+    if given and not b.low_precision_all_gather:
+        yield (
+            f"backend.low_precision_all_gather=false: expected true with {' and '.join(given)}, which say how "
+            "quantized weights travel"
+        )
+    if given and not cfg.quant.enabled:
+        yield f"{given[0]}: expected quant.enabled=true; weights of an unquantized model travel in train.dtype"
+    if not b.low_precision_all_gather or cfg.quant.options.get("dgrad_weight") != "direct":
+        return
+    try:
+        config = QuantConfig.from_recipe(b.wire) if b.wire is not None else cfg.quant.to_config()
+    except (ValueError, TypeError):
+        return  # told by _quant
+    if config.is_mx and config.weight_block[0] == 1 and b.all_gather_mode in ("auto", "row"):
+        yield (
+            f"quant.dgrad_weight=direct: expected backend.all_gather_mode=on-demand or all, or "
+            f"backend.low_precision_all_gather=false; mode {b.all_gather_mode} sends fprop's blocks only, and makes "
+            "dgrad's from those"
+        )
 
 
 def _exists(pattern: str) -> bool:

@@ -50,6 +50,18 @@ def write(directory: Path, name: str, text: str) -> None:
         ("model.rope_scaling={rope_type: llama3, high_freq_factor: 1}", "expected more than low_freq_factor=1"),
         ("quant.first_layers_bf16=4 quant.last_layers_bf16=4", "expected at most model.num_hidden_layers=6"),
         ("compare=bf61", "nearest: bf16"),
+        ("backend.wire=mxfp9", "nearest: mxfp8"),
+        ("backend.low_precision_all_gather=false backend.wire=mxfp8", "expected true with backend.wire=mxfp8"),
+        (
+            "backend.low_precision_all_gather=false backend.all_gather_mode=all",
+            "backend.low_precision_all_gather=false: expected true with backend.all_gather_mode=all",
+        ),
+        ("quant.enabled=false backend.wire=mxfp8", "backend.wire=mxfp8: expected quant.enabled=true"),
+        ("quant=mxfp8 quant.dgrad_weight=direct", "expected backend.all_gather_mode=on-demand or all"),
+        ("backend.all_gather_mode=on_demand", "did you mean on-demand?"),
+        ("backend.collectives=nccl", "expected one of auto, c10d, mori"),
+        ("backend.shard_placement=shard_by_dim_1", "expected shard_by_dim_0, or null"),
+        ("backend.low_precision_reduce_scatter=ture", "did you mean true?"),
         ("compare=false", "a non-empty string"),
         ("data.train=/no/such/*.txt", "nothing matches /no/such/*.txt"),
         ("data.train=stdlib,/no/such.txt", "nothing matches /no/such.txt"),
@@ -167,15 +179,35 @@ def test_old_format_and_block_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "word",
+    ("word", "key", "value"),
     [
-        "enable_fsdp_low_precision_all_gather=true",
-        "model.fsdp_low_precision_all_gather_mode=all",
-        "+parallel.efsdp_shard_placement_fn=shard_by_dim_0",
+        ("enable_fsdp_low_precision_all_gather=false", "low_precision_all_gather", False),
+        ("enable_fsdp_low_precision_all_gather=true", "low_precision_all_gather", True),
+        ("model.fsdp_low_precision_all_gather_mode=all", "all_gather_mode", "all"),
+        ("+parallel.efsdp_shard_placement_fn=shard_by_dim_0", "shard_placement", "shard_by_dim_0"),
     ],
 )
-def test_old_names_of_later_features_say_so(word: str) -> None:
-    assert "this version has no such option" in problems(word)
+def test_old_names_of_the_all_gather(word: str, key: str, value: object) -> None:
+    cfg, notes = load([word])
+    assert getattr(cfg.backend, key) == value
+    old = word.split("=")[0].rpartition(".")[2]
+    assert notes == [f"{old} is backend.{key} here: backend.{key}={str(value).lower()}"]
+
+
+def test_old_all_gather_names_beside_other_options() -> None:
+    old = "fsdp_low_precision_all_gather_mode=on-demand"
+    cfg, notes = load([old, "train.activation_checkpointing=true"])
+    assert cfg.backend.all_gather_mode == "all" and "not right where activations are recomputed" in notes[0]
+    assert job(old).backend.all_gather_mode == "on-demand"
+    cfg, notes = load(["enable_fsdp_low_precision_all_gather=false", old])
+    assert cfg.backend.all_gather_mode == "auto" and "left out" in notes[1]
+    assert cfg.backend.low_precision_all_gather is False
+    assert "both given and differ; give backend.all_gather_mode" in problems(old, "backend.all_gather_mode=row")
+    message = problems("fsdp_low_precision_all_gather_mode=on_demand")
+    assert message.startswith("fsdp_low_precision_all_gather_mode: ") and "did you mean on-demand?" in message
+    message = problems("enable_fsdp_low_precision_all_gather=maybe")
+    assert "backend.low_precision_all_gather" in message and "true or false" in message
+    assert "one of" not in (text := problems("efsdp_shard_placement_fn=shard_by_dim_1")) and "shard_by_dim_0" in text
 
 
 # ---- the program ------------------------------------------------------------------------------------------------
