@@ -31,8 +31,9 @@ def _rank(
             store=dist.FileStore(store, size),
             rank=rank,
             world_size=size,
-            timeout=datetime.timedelta(seconds=seconds),
+            timeout=datetime.timedelta(seconds=START_SECONDS + seconds),
         )
+        pipe.send_bytes(pickle.dumps(("ready", None)))
         answer = ("value", function(rank, size, *args))
     except BaseException:
         answer = ("error", traceback.format_exc())
@@ -40,6 +41,17 @@ def _rank(
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
     os._exit(0)  # a peer that failed must not keep this one in a destructor
+
+
+START_SECONDS = 90.0
+
+
+def _wait_until_ready(pipes: list[Any]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    for rank, pipe in enumerate(pipes):
+        assert pipe.poll(max(deadline - time.monotonic(), 0)), f"rank {rank} did not start in {START_SECONDS} s"
+        kind, text = pickle.loads(pipe.recv_bytes())
+        assert kind == "ready", f"rank {rank}:\n{text}"
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 30.0) -> list[Any]:
@@ -59,9 +71,11 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
             process.start()
             theirs.close()
             ranks.append((process, mine))
-        deadline = time.monotonic() + timeout
         answers: list[Any] = []
         try:
+            # The limit is for the function: starting ranks takes as long as the machine is busy.
+            _wait_until_ready([pipe for _, pipe in ranks])
+            deadline = time.monotonic() + timeout
             for rank, (_, pipe) in enumerate(ranks):
                 if not pipe.poll(max(deadline - time.monotonic(), 0)):
                     raise AssertionError(f"rank {rank} of {size} was not done after {timeout} s")
