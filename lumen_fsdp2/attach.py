@@ -93,7 +93,9 @@ class Binding:
             self.mode, self.reason = choose_mode(wire, self.shape, self.world, policy.all_gather_mode)
             if self.mode != ROW and not wire.same_numbers(WireFormat.of(config, param.device)):
                 self.mode = ROW
-                self.reason = f"{policy.all_gather_mode} gains nothing: {config.recipe} multiplies no {wire.name} blocks"
+                self.reason = (
+                    f"{policy.all_gather_mode} gains nothing: {config.recipe} multiplies no {wire.name} blocks"
+                )
             self.delayed = wire.per_tensor and config.scaling == "delayed"
 
     @property
