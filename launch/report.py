@@ -96,23 +96,16 @@ def peak_memory(device: torch.device) -> float:
 _SHORT = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "reduce", "all_to_all": "to-all"}
 
 
-def byte_unit(count: float) -> tuple[float, str]:
-    """The decimal unit in which ``count`` bytes read best, and its size."""
-    return next(((size, name) for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= size), (1.0, "B"))
-
-
 def amount(count: float) -> str:
-    """Bytes as ``1.23 MB``."""
-    size, unit = byte_unit(count)
+    """Bytes as ``1.23 MB``, in decimal units."""
+    size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= s), (1.0, "B"))
     return f"{count / size:.4g} {unit}"
 
 
 def traffic_text(by_kind: Mapping[str, float]) -> str:
-    """Bytes of each kind of collective as ``3.10 MB (gather 2.00, scatter 1.00, reduce 0.10)``."""
-    total = sum(by_kind.values())
-    size, unit = byte_unit(total)
-    parts = [f"{_SHORT[kind]} {value / size:.3g}" for kind, value in by_kind.items() if value]
-    return amount(total) + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
+    """Bytes of each kind of collective as ``3.1 MB (gather 2.1 MB, scatter 1 MB, reduce 44 B)``."""
+    parts = [f"{_SHORT[kind]} {amount(value)}" for kind, value in by_kind.items() if value]
+    return amount(sum(by_kind.values())) + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
 
 
 def duration(seconds: float) -> str:

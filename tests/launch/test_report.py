@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from launch import report, summary
 from launch.report import Metrics, PlainDisplay, Reporter, RichDisplay, Status, duration, open_display, read_metrics
 from launch.result import RunResult
 from launch.stop import resume_command
+from lumen_core.comm.meter import KINDS
 
 STATUS = Status(
     step=30,
@@ -66,6 +68,27 @@ def test_plain_lines_have_every_figure(capsys: pytest.CaptureFixture[str]) -> No
         "[mxfp8] step  30/200  loss 2.5000  validation 2.7500  grad norm 1.25  lr 3.00e-04  tokens/s 12,346  "
         "memory 1.50 GiB  left 1:15\n"
     )
+
+
+def test_bytes_on_the_wire_are_shown_with_their_parts() -> None:
+    sent = {"all_gather": 2_500_000, "reduce_scatter": 5_000_000, "all_reduce": 44, "all_to_all": 0}
+    shown = dict(replace(STATUS, wire_bytes=sent).fields())["wire"]
+    assert shown == "7.5 MB (gather 2.5 MB, scatter 5 MB, reduce 44 B) a step"
+    assert report.traffic_text({"all_gather": 1500}) == "1.5 kB" and report.traffic_text({}) == "0 B"
+    assert report.amount(12_345_000_000) == "12.35 GB"
+
+
+def test_wire_numbers_are_the_last_steps() -> None:
+    rows = [row(1) | {"wire_bytes": 9, **{f"{k}_bytes": 9 * (k == "all_gather") for k in KINDS}}, row(2)]
+    assert summary.wire_numbers(rows) == {"wire_bytes": {"all_gather": 9}}
+    assert summary.wire_numbers([row(1)]) == {"wire_bytes": None}, "a record of an earlier version"
+    mine, other = RunResult("r", "mxfp8", wire_bytes={"all_gather": 1000}), RunResult("r", "bf16", wire_bytes={})
+    assert summary.wire_lines(["mxfp8", "bf16"], [mine, other]) == [
+        "wire per step:   mxfp8 1 kB; bf16 0 B",
+        "peak memory:     mxfp8 0.00 GiB; bf16 0.00 GiB",
+    ]
+    other.wire_bytes = {"all_gather": 2000}
+    assert summary.wire_lines(["mxfp8", "bf16"], [mine, other])[0].endswith("; bf16 2 kB, 0.5 times as much")
 
 
 def test_the_rich_display_shows_figures_and_messages() -> None:
