@@ -132,6 +132,11 @@ def live_controllers() -> list[Controller]:
     return sorted(_live, key=lambda controller: controller.serial)
 
 
+def controller_over(module: torch.nn.Module) -> Controller | None:
+    """The controller of the enabled model that `module` is, or is in."""
+    return next((c for c in live_controllers() if any(m is module for m in c.model.modules())), None)
+
+
 def base_key(name: str, seed: int) -> int:
     """Key of a module's stochastic rounding: differs by module, seed and data-parallel rank; 32 low bits are free."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -148,6 +153,6 @@ def _install_hook() -> None:
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    for controller in sorted(_live, key=lambda c: c.serial):
+    for controller in live_controllers():
         if controller.config.scaling == "delayed":
             controller.after_optimizer_step(optimizer)

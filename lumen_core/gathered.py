@@ -101,12 +101,11 @@ class WeightView:
         codes, scale = self.parts[2:4] if self.info.direction == BOTH else self.parts[:2]
         return self.info.wire.decode_columns(codes, scale, self.shape)
 
-    def dense(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """High-precision values, `[N, K]`, from whichever direction is there."""
-        dtype = dtype or self.dtype
+    def dense(self) -> torch.Tensor:
+        """High-precision values, `[N, K]` in `dtype`, from whichever direction is there."""
         if self.info.direction == COLUMNS:
-            return self.columns().dequantize(dtype).t()
-        return self.rows().dequantize(dtype)
+            return self.columns().dequantize(self.dtype).t()
+        return self.rows().dequantize(self.dtype)
 
 
 class GatheredWeight(torch.Tensor):
@@ -189,15 +188,9 @@ class GatheredWeight(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func in _SAME and isinstance(first, cls):
+        if _is_whole(func, args, cls):
             return cls(first.parts(), first._info, first.shape, first.dtype)
-        if func is torch.ops.aten.as_strided.default and (tuple(args[1]), tuple(args[2])) == (
-            (tuple(first.shape), first.stride())
-        ):
-            return cls(first.parts(), first._info, first.shape, first.dtype)
-        if func is torch.ops.aten.view.default and tuple(args[1]) == tuple(first.shape):
-            return cls(first.parts(), first._info, first.shape, first.dtype)
-        if func is torch.ops.aten.unbind.int and first.dim() == 3 and (len(args) < 2 or args[1] == 0):
+        if func is _aten.unbind.int and first.dim() == 3 and (len(args) < 2 or args[1] == 0):
             return first.experts()
         if func in _FACTORIES:
             # Only shape and dtype are asked for, maybe while the bytes are freed.
@@ -209,6 +202,15 @@ class GatheredWeight(torch.Tensor):
             )
         args, kwargs = pytree.tree_map_only(cls, lambda t: t.dequantize_all(), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _is_whole(func: torch._ops.OpOverload, args: tuple, cls: type) -> bool:
+    """True for an operation that gives the same weight again under another name."""
+    if func is _aten.as_strided.default:
+        return (tuple(args[1]), tuple(args[2])) == (tuple(args[0].shape), args[0].stride())
+    if func is _aten.view.default:
+        return tuple(args[1]) == tuple(args[0].shape)
+    return func in _SAME and isinstance(args[0], cls)
 
 
 def _writes_to(func: torch._ops.OpOverload, args: tuple, cls: type) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from lumen_core import sharding
 from lumen_core.amax import WEIGHT
-from lumen_core.comm.collectives import collectives_for
+from lumen_core.comm.collectives import Collectives, collectives_for
 from lumen_core.config import QuantConfig
-from lumen_core.controller import live_controllers
+from lumen_core.controller import controller_over, live_controllers
 from lumen_core.experts import QuantExperts
 from lumen_core.gathered import BOTH, COLUMNS, ROWS, GatherInfo
 from lumen_core.linear import QuantLinear
@@ -29,7 +28,7 @@ from lumen_core.wire import WireFormat
 from lumen_fsdp2 import torch_internals
 from lumen_fsdp2.amax import WeightAmax, amax_of
 from lumen_fsdp2.comm import LumenAllGather, LumenReduceScatter
-from lumen_fsdp2.plan import ALL, ON_DEMAND, ROW, Plan, PlanRow, choose_mode, payload_bytes, why_not
+from lumen_fsdp2.plan import ALL, ON_DEMAND, ROW, Plan, PlanRow, choose_mode, part_bytes, why_not
 from lumen_fsdp2.policy import LumenPolicy
 from lumen_fsdp2.weight import ShardedWeight
 
@@ -66,14 +65,15 @@ class Binding:
         self._switched = False
         self.mode, self.wire, self.reason = "-", None, ""
         self.delayed = False
-        self._decide(module, name, param, policy)
+        self._decide(module, param, policy)
         self.info = None
         if self.wire is not None:
             self.info = GatherInfo(self.wire, name, on_demand=self.mode == ON_DEMAND)
 
-    def _decide(self, module: torch.nn.Module, name: str, param: Any, policy: LumenPolicy) -> None:
+    def _decide(self, module: torch.nn.Module, param: Any, policy: LumenPolicy) -> None:
         config: QuantConfig = module.quant_config
-        wire = WireFormat.of(policy.wire or config, param.device)
+        multiplied = WireFormat.of(config, param.device)
+        wire = multiplied if policy.wire is None else WireFormat.of(policy.wire, param.device)
         if not policy.low_precision_all_gather:
             self.reason = "low_precision_all_gather=False: quantized after the gather"
         elif wire is None:
@@ -90,12 +90,9 @@ class Binding:
             self.reason = "sharded before quant.enable: quantized after the gather"
         else:
             self.wire = wire
-            self.mode, self.reason = choose_mode(wire, self.shape, self.world, policy.all_gather_mode)
-            if self.mode != ROW and not wire.same_numbers(WireFormat.of(config, param.device)):
-                self.mode = ROW
-                self.reason = (
-                    f"{policy.all_gather_mode} gains nothing: {config.recipe} multiplies no {wire.name} blocks"
-                )
+            self.mode, self.reason = choose_mode(
+                wire, self.shape, self.world, policy.all_gather_mode, multiplied, config.recipe
+            )
             self.delayed = wire.per_tensor and config.scaling == "delayed"
 
     @property
@@ -137,18 +134,8 @@ class Binding:
         """The parts of the gathered weight, as `GatheredWeight` takes them."""
         parts = [out.view(torch.uint8).reshape(-1) for out in outputs]
         if self.world == 1 and not extra:
-            parts = _unpacked(parts[0], self._sizes())
+            parts = _unpacked(parts[0], part_bytes(self.wire, self.shape, self.mode, delayed=self.delayed))
         return [*parts, *extra]
-
-    def _sizes(self) -> list[int]:
-        """Bytes of each tensor that one rank sends where it is alone."""
-        rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
-        codes = self.wire.code_bytes(rows, columns)
-        if self.wire.per_tensor:
-            return [codes, *[4 * self.shape[0]] * (1 + self.delayed)]
-        scales = self.wire.scale_bytes(rows, columns)
-        sizes = [codes, scales]
-        return sizes + [codes, payload_bytes(self.wire, self.shape, ALL) - 2 * codes - scales] * (self.mode == ALL)
 
     def _direction(self) -> str:
         if self.mode != ON_DEMAND or self.info.rows_only:
@@ -168,19 +155,16 @@ class Binding:
         mode, reason, group = self.mode, self.reason, self._fsdp_group()
         if mode == ON_DEMAND and (self._switched or not torch_internals.reshards_after_forward(group)):
             mode, reason = ROW, _SWITCHED
-        row = _row(name, self._param(), group, self.wire, mode, reason, self.compute_dtype)
-        if self.delayed and len(self.shape) == 3 and self.world > 1:  # the experts' own amaxes
-            row = replace(row, bytes_per_gather=row.bytes_per_gather + 4 * self.shape[0])
-        return row
+        return _row(name, self._param(), group, self.wire, mode, reason, self.compute_dtype, delayed=self.delayed)
 
 
-def _row(name, param, group, wire, mode, reason, dtype) -> PlanRow:
+def _row(name, param, group, wire, mode, reason, dtype, *, delayed=False) -> PlanRow:
     shape, world = torch_internals.local_shape(param), torch_internals.world_size(param)
     if wire is None:
         padded = math.ceil(shape[0] / world) * world if torch_internals.shard_dim(param) == 0 else shape[0]
         size = padded * math.prod(shape[1:]) * dtype.itemsize
     else:
-        size = payload_bytes(wire, shape, mode)
+        size = sum(part_bytes(wire, shape, mode, delayed=delayed))
     gathers = 2 if torch_internals.reshards_after_forward(group) else 1
     text = str(dtype).removeprefix("torch.") if wire is None else wire.name
     return PlanRow(name, shape, text, mode, size if world > 1 else 0, gathers, reason)
@@ -210,10 +194,10 @@ def _say_once(text: str) -> None:
 
 def notice(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
     """Give a sharded weight its hooks; called by the quantized modules when a parameter is put on them."""
+    if isinstance(torch_internals.local_of(parameter), ShardedWeight):
+        return  # the usual case, at every reshard
     local = torch_internals.sharded_local(parameter)
-    if local is None or isinstance(local, ShardedWeight) or name.endswith("bias"):
-        return
-    if local.dim() not in (2, 3) or type(local) is not torch.Tensor:
+    if type(local) is not torch.Tensor or local.dim() not in (2, 3) or name.endswith("bias"):
         return
     torch_internals.set_local(parameter, ShardedWeight.over(local, name))
 
@@ -229,15 +213,20 @@ def binding_of(module: torch.nn.Module, name: str) -> Binding | None:
 # --- binding groups to a plan ----------------------------------------------------------------------------------------
 
 
+def fewer_ranks(value: object) -> ValueError:
+    """The error of `reshard_after_forward=value`, a number."""
+    return ValueError(
+        f"reshard_after_forward={value} keeps a copy sharded over fewer ranks, which FSDP2 cannot do with quantized "
+        "weights: use True or False"
+    )
+
+
 def bind(module: FSDPModule, policy: LumenPolicy, refresher: WeightAmax) -> int:
     """Bind the groups of one FSDP2 module; the number of its parameters that belong to quantized modules."""
     found = 0
     for group in torch_internals.groups(module):
         if torch_internals.reshards_to_smaller_world(group):
-            raise ValueError(
-                "reshard_after_forward=<int> keeps a copy sharded over fewer ranks, which FSDP2 cannot do with "
-                "quantized weights: use True or False"
-            )
+            raise fewer_ranks("<int>")
         for owner, name, param in torch_internals.parameters(group):
             if not isinstance(owner, _QUANTIZED) or len(torch_internals.local_shape(param)) not in (2, 3):
                 continue
@@ -283,11 +272,21 @@ def _from_rows(owner: torch.nn.Module) -> None:
 
 
 def _attach_collectives(module: FSDPModule, group: Any, policy: LumenPolicy) -> None:
-    process_group = group.mesh_info.shard_process_group
-    collectives, reason = collectives_for(process_group, policy.collectives, group.device)
-    _say_once(f"collectives: {collectives.name} ({reason})")
+    collectives = _collectives(group.mesh_info.shard_process_group, policy.collectives, group.device)
     module.set_custom_all_gather(LumenAllGather(collectives, shares=_Shares(module)))
     module.set_custom_reduce_scatter(LumenReduceScatter(collectives, policy.low_precision_reduce_scatter))
+
+
+@functools.cache
+def _collectives(process_group: torch.distributed.ProcessGroup, choice: str, device: torch.device) -> Collectives:
+    """One for all modules over a group: choosing may take a collective, and MORI's buffers are hundreds of megabytes.
+
+    Kept as long as the process: letting go of it when the last model does would leave to each rank's garbage collector
+    which of them choose again.
+    """
+    collectives, reason = collectives_for(process_group, choice, device)
+    _say_once(f"collectives: {collectives.name} ({reason})")
+    return collectives
 
 
 class _Shares:
@@ -300,7 +299,8 @@ class _Shares:
     def __call__(self) -> dict[str, int]:
         if self._shares is None:
             module = self._module()
-            root = next((c.model for c in live_controllers() if any(m is module for m in c.model.modules())), module)
+            owner = controller_over(module)
+            root = module if owner is None else owner.model
             names = {id(m): plain_name(name) for name, m in root.named_modules()}
             self._shares = {row.name: row.bytes_per_gather for row in _rows(module, names)}
         return self._shares

@@ -31,7 +31,19 @@ class _Groups:
         return self._of[group]
 
 
-class LumenAllGather(AllGather):
+class _Communication:
+    """What both have: the collectives of each group, a name in the meter, and plain buffers."""
+
+    def __init__(self, collectives: Collectives, label: str) -> None:
+        self._groups = _Groups(collectives)
+        self._label = label
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new buffer of the caching allocator."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class LumenAllGather(_Communication, AllGather):
     """FSDP2's all-gather of parameters."""
 
     def __init__(
@@ -43,13 +55,8 @@ class LumenAllGather(AllGather):
             label: in the meter.
             shares: bytes of one gather by parameter, for the meter; `label` counts what they leave.
         """
-        self._groups = _Groups(collectives)
-        self._label = label
+        super().__init__(collectives, label)
         self._shares = shares
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer of the caching allocator."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -68,18 +75,13 @@ class LumenAllGather(AllGather):
         return collectives.all_gather(output_tensor, input_tensor, async_op=async_op, label=label)
 
 
-class LumenReduceScatter(ReduceScatter):
+class LumenReduceScatter(_Communication, ReduceScatter):
     """FSDP2's reduce-scatter of gradients, optionally with FP8 on the wire."""
 
     def __init__(self, collectives: Collectives, low_precision: bool = False, label: str = "gradients") -> None:
         """See `LumenAllGather`; `low_precision` sends sums and averages as in `quantized_reduce_scatter`."""
-        self._groups = _Groups(collectives)
+        super().__init__(collectives, label)
         self._low_precision = low_precision
-        self._label = label
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new buffer of the caching allocator."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -54,11 +54,6 @@ class Plan:
         """Bytes of all parameter gathers in one forward and backward pass."""
         return sum(row.bytes_per_step for row in self.rows)
 
-    def bytes_per_parameter(self, names: set[str] | None = None) -> float:
-        """Bytes a value and step; of the named parameters, else of those that travel quantized (all if none does)."""
-        rows = [r for r in self.rows if (r.name in names if names is not None else r.mode != "-")] or self.rows
-        return sum(r.bytes_per_step for r in rows) / max(sum(r.numel for r in rows), 1)
-
     def __str__(self) -> str:
         lines = ["low-precision all-gather:"]
         table = [("parameter", "shape", "wire", "mode", "MB/gather", "gathers", "why")]
@@ -100,8 +95,15 @@ def _merged(rows: list[PlanRow]) -> list[PlanRow]:
     ]
 
 
-def choose_mode(wire: WireFormat, shape: tuple[int, ...], world: int, mode: str) -> tuple[str, str]:
-    """`(mode, why)` of a weight that travels as `wire`: a matrix `[N, K]` or a bank `[E, N, K]` cut between experts."""
+def choose_mode(
+    wire: WireFormat, shape: tuple[int, ...], world: int, mode: str, multiplied: WireFormat | None, recipe: str
+) -> tuple[str, str]:
+    """`(mode, why)` of a weight that travels as `wire`: a matrix `[N, K]` or a bank `[E, N, K]` cut between experts.
+
+    Args:
+        mode: that was asked for.
+        multiplied: the form that the recipe named `recipe` multiplies; None where it multiplies values.
+    """
     if wire.one_copy:
         return ROW, "one copy serves both passes"
     if mode in ("auto", ROW):
@@ -110,6 +112,8 @@ def choose_mode(wire: WireFormat, shape: tuple[int, ...], world: int, mode: str)
     rows = shape[-2] if len(shape) == 3 else shape[0] // world
     if rows % COLUMN_BLOCK_ROWS or shape[-1] % COLUMN_BLOCK_ROWS:
         return ROW, f"{mode} needs shards of whole {COLUMN_BLOCK_ROWS}x{COLUMN_BLOCK_ROWS} blocks"
+    if not wire.same_numbers(multiplied):
+        return ROW, f"{mode} gains nothing: {recipe} multiplies no {wire.name} blocks"
     return mode, "both directions travel" if mode == ALL else "each pass gets the direction that it multiplies"
 
 
@@ -125,12 +129,15 @@ def why_not(wire: WireFormat, shape: tuple[int, ...], world: int) -> str | None:
     return None
 
 
-def payload_bytes(wire: WireFormat, shape: tuple[int, ...], mode: str) -> int:
-    """Bytes of one gathered weight, all ranks together."""
+def part_bytes(wire: WireFormat, shape: tuple[int, ...], mode: str, *, delayed: bool = False) -> list[int]:
+    """Bytes of each tensor of one gathered weight, all ranks together, in the order in which they are sent.
+
+    Args:
+        delayed: the experts of a bank with one scale each send their own amax, too, for the history.
+    """
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    if wire.per_tensor and len(shape) == 3:
-        return wire.code_bytes(rows, columns) + 4 * shape[0]
-    total = wire.code_bytes(rows, columns) + wire.scale_bytes(rows, columns)
-    if mode == ALL:
-        total += wire.code_bytes(rows, columns) + rows // COLUMN_BLOCK_ROWS * columns
-    return total
+    codes = wire.code_bytes(rows, columns)
+    if wire.per_tensor:  # a matrix's scale is known before; a bank has one an expert
+        return [codes, *[4 * shape[0]] * (1 + delayed)] if len(shape) == 3 else [codes]
+    parts = [codes, wire.scale_bytes(rows, columns)]
+    return parts + [codes, rows // COLUMN_BLOCK_ROWS * columns] if mode == ALL else parts

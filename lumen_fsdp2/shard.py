@@ -10,9 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import lumen_core.quantize as quant
-from lumen_core.controller import Controller, controllers, live_controllers
+from lumen_core.controller import Controller, controller_over, controllers
 from lumen_fsdp2.amax import WeightAmax, amax_of
-from lumen_fsdp2.attach import bind
+from lumen_fsdp2.attach import bind, fewer_ranks
 from lumen_fsdp2.policy import LumenPolicy
 
 _OURS = "_lumen_enabled_by_fully_shard"
@@ -49,16 +49,13 @@ def fully_shard(
     if not isinstance(policy, LumenPolicy):
         return torch_fully_shard(module, mp_policy=policy, **options)
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} keeps a copy sharded over fewer ranks, which FSDP2 cannot "
-            "do with quantized weights: use True or False"
-        )
+        raise fewer_ranks(reshard_after_forward)
     modules = list(module) if isinstance(module, Iterable) and not isinstance(module, torch.nn.Module) else [module]
     for each in modules:
         _prepare(each, policy)
     torch_fully_shard(module, mp_policy=policy, **options)
-    refresher = _refresher(modules[0])
-    bind(modules[0], policy, refresher)
+    owner = controller_over(modules[0])
+    bind(modules[0], policy, WeightAmax() if owner is None else amax_of(owner))
     return module
 
 
@@ -97,11 +94,3 @@ def _enable_around(module: torch.nn.Module, policy: LumenPolicy, inside: list[Co
     (owner,) = controllers(module)
     for each in before:
         amax_of(owner).take(each)
-
-
-def _refresher(module: torch.nn.Module) -> WeightAmax:
-    """The amax keeper of the model that `module` belongs to."""
-    for controller in live_controllers():
-        if any(m is module for m in controller.model.modules()):
-            return amax_of(controller)
-    return WeightAmax()

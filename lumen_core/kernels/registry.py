@@ -10,10 +10,12 @@ operands).
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -128,12 +130,19 @@ def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, *, fast
     name = choose("gemm", query)
     if torch.compiler.is_compiling():
         return _run_gemm(name, a, b, out_dtype, fast_accum)
-    try:
+    with _told("gemm", name, query):
         return _run_gemm(name, a, b, out_dtype, fast_accum)
+
+
+@contextlib.contextmanager
+def _told(op: str, name: str, query: Query) -> Iterator[None]:
+    """An error of a kernel says which one it was, and on what."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise RuntimeError(f"gemm by {name} failed on {query}: {error}") from error
+        raise RuntimeError(f"{op} by {name} failed on {query}: {error}") from error
 
 
 def _run_gemm(
@@ -152,11 +161,8 @@ def quantize(
     block: tuple[int, int],
     *,
     mx: bool = False,
-    rounding: str = "ceil",
-    margin: int = 0,
-    pow2: bool = False,
-    amax: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale of a contiguous matrix by the first implementation that can: all give the same bits.
 
@@ -165,15 +171,19 @@ def quantize(
     plain = type(x) in (torch.Tensor, torch.nn.Parameter) and not (x.requires_grad and torch.is_grad_enabled())
     query = QuantizeQuery(x.device.type, x.dtype, fmt, block, mx, noise is not None, x.numel(), plain)
     name = choose("quantize", query)
-    options = {"mx": mx, "rounding": rounding, "margin": margin, "pow2": pow2, "amax": amax}
     if name == "reference":
-        return casts.quantize(x, fmt, block, **options, noise=noise)
-    try:
-        return triton_cast.quantize(x, fmt, block, **options)
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise RuntimeError(f"quantize by {name} failed on {query}: {error}") from error
+        return casts.quantize(x, fmt, block, mx=mx, noise=noise, **options)
+    with _told("quantize", name, query):
+        return triton_cast.quantize(x, fmt, block, mx=mx, **options)
+
+
+def casts_by_triton(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True where the Triton casts run for values of `dtype` on x's device; what goes with them asks this, too."""
+    if x.device.type == "cpu":
+        return False
+    fmt = element_format("e4m3", resolve_flavour("auto", x.device))
+    query = QuantizeQuery(x.device.type, dtype, fmt, (0, 0), mx=False, noise=False, elements=x.numel())
+    return choose("quantize", query) == "triton"
 
 
 def table(device: torch.device | str) -> list[tuple[str, str, list[tuple[str, str | None]]]]:

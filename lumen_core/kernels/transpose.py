@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 
 from lumen_core.casts import TENSOR_BLOCK
-from lumen_core.formats import E8M0_DTYPE, element_format, resolve_flavour
+from lumen_core.formats import E8M0_DTYPE, element_format
 from lumen_core.kernels import registry
-from lumen_core.kernels.query import QuantizeQuery
 from lumen_core.requantize import mx_to_tensor
 from lumen_core.tensor import QuantizedTensor
 
@@ -43,7 +42,7 @@ def _with_one_scale(q: QuantizedTensor, grad: torch.Tensor | None) -> QuantizedT
 
 @torch.library.custom_op("lumen::transposed_codes", mutates_args=())
 def _transposed_codes(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    if _by_triton(codes):
+    if registry.casts_by_triton(codes, torch.bfloat16):
         from lumen_core.kernels.triton.retile import transpose_bytes
 
         return transpose_bytes(codes)
@@ -61,7 +60,7 @@ def _tensor_codes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fmt, turned = element_format(element, flavour), grad is not None
     codes, scale = codes.view(fmt.dtype), scale.view(E8M0_DTYPE)
-    if tuple(block) == (32, 32) and _by_triton(codes):
+    if tuple(block) == (32, 32) and registry.casts_by_triton(codes, torch.bfloat16):
         from lumen_core.kernels.triton import retile
 
         out, common = retile.mx_to_tensor(codes, scale, fmt, transposed=turned)
@@ -75,11 +74,3 @@ def _tensor_codes(
 def _(codes: torch.Tensor, scale: torch.Tensor, element: str, flavour: str, block: list[int], grad):
     rows, columns = codes.shape if grad is None else (codes.shape[1], codes.shape[0])
     return codes.new_empty(rows, columns), codes.new_empty((), dtype=torch.float32)
-
-
-def _by_triton(x: torch.Tensor) -> bool:
-    if x.device.type == "cpu":
-        return False
-    fmt = element_format("e4m3", resolve_flavour("auto", x.device))
-    query = QuantizeQuery(x.device.type, torch.bfloat16, fmt, (0, 0), False, False, x.numel(), True)
-    return registry.choose("quantize", query) == "triton"

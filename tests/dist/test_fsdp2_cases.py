@@ -12,14 +12,6 @@ from pool import RankPool
 from torch import nn
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    pools = {size: RankPool(size) for size in (1, 2, 3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.stop()
-
-
 def _mesh(size: int):
     from torch.distributed.device_mesh import init_device_mesh
 

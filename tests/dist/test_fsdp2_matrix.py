@@ -112,14 +112,6 @@ def cell(
     return worst, same, [row.mode for row in plan(model).rows if row.mode != "-"]
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    pools = {size: RankPool(size) for size in WORLDS}
-    yield pools
-    for pool in pools.values():
-        pool.stop()
-
-
 def _check(pool: RankPool, *arguments: object) -> list[str]:
     answers = pool.run(cell, *arguments)
     for worst, same, _ in answers:

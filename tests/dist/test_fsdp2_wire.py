@@ -24,14 +24,6 @@ FOREIGN = (
 )
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    pools = {size: RankPool(size) for size in (1, 2, 3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.stop()
-
-
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[str, torch.dtype, int]]]:
     """`(kind, dtype, bytes of the output of a gather, of the input of a reduction)` of each call of a process group."""
