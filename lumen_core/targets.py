@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lumen_core.config import QuantConfig
-from lumen_core.experts import is_expert_bank, unsupported_bank
+from lumen_core.experts import QuantExperts, is_expert_bank, unsupported_bank
 from lumen_core.linear import QuantLinear
 from lumen_core.names import plain_name
 from lumen_core.selection import glob_match, module_selected
@@ -88,7 +88,7 @@ def _kind(module: torch.nn.Module) -> str | None:
     # Exactly nn.Linear: a subclass may use its weight in ways that its forward does not show (attention's out_proj).
     if type(module) is torch.nn.Linear:
         return "linear"
-    return "experts" if is_expert_bank(module) else None
+    return "experts" if is_expert_bank(module) and not isinstance(module, QuantExperts) else None
 
 
 def _why_not(

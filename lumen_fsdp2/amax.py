@@ -7,33 +7,30 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lumen_core.comm.collectives import C10dCollectives
 from lumen_core.controller import Controller
 from lumen_core.kernels.largest import absmax
+from lumen_fsdp2 import torch_internals
 
 if TYPE_CHECKING:
-    from lumen_fsdp2.attach import Binding
+    from lumen_fsdp2.binding import Binding
 
 _of: weakref.WeakKeyDictionary[Controller, WeightAmax] = weakref.WeakKeyDictionary()
-_hook: object | None = None
 
 
 class WeightAmax:
     """Largest magnitudes of the whole weights of one sharded model, current when a pass begins.
 
-    Whether to take them again is decided by what all ranks see alike (which weight is gathered, optimizer steps, loaded
-    checkpoints), never by a look at this rank's values: a rank that went its own way would leave the others waiting.
-    They are taken again by the first gather of a forward pass: after an optimizer step or a load, and when a weight is
-    gathered that was gathered since.
+    Whether to take them again is decided by what all ranks see alike (which weight is gathered, and when), never by a
+    look at this rank's values: a rank that went its own way would leave the others waiting. The first gather of a
+    forward pass takes all of them again, whatever happened to the weights before it. A gather outside of any pass
+    (`module.unshard()`) takes those that travel with it.
     """
 
     def __init__(self) -> None:
         self.bindings: list[Binding] = []
         self._due = True
-        self._seen: set[int] = set()
-        _install_hook()
 
     def take(self, other: WeightAmax) -> None:
         """Keep the weights of another one too."""
@@ -45,30 +42,31 @@ class WeightAmax:
         other.bindings = []
         self._due = True
 
-    def mark_changed(self) -> None:
-        """The weights were written to, on all ranks."""
+    def begin_pass(self) -> None:
+        """A forward pass begins, on all ranks; weights may have been written to."""
         self._due = True
 
     def before_gather(self, binding: Binding) -> None:
-        """Bring all amaxes up to date where a new pass begins."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if binding.amax is None or (not in_backward and (self._due or id(binding) in self._seen)):
-            self._refresh()
-        if not in_backward:
-            self._seen.add(id(binding))
+        """Bring the amax of what is gathered up to date."""
+        if binding.amax is None or (self._due and not torch_internals.in_backward()):
+            self._due = False
+            self._take(self.bindings)
+        elif not torch_internals.in_backward() and not binding.in_forward_pass():
+            together = [b for b in self.bindings if b.companions is binding.companions]
+            if binding is together[0]:
+                self._take(together)
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        self._due, self._seen = False, set()
+    def _take(self, bindings: list[Binding]) -> None:
         by_group: dict[dist.ProcessGroup, list[Binding]] = {}
-        for binding in self.bindings:
+        for binding in bindings:
             by_group.setdefault(binding.group, []).append(binding)
-        for group, bindings in by_group.items():
-            locals_ = [binding.local() for binding in bindings]
+        for group, members in by_group.items():
+            locals_ = [binding.local() for binding in members]
             own = absmax(locals_)
             if group.size() > 1:
                 C10dCollectives(group).all_reduce(own, dist.ReduceOp.MAX, label="weight amax")
-            for binding, value in zip(bindings, own.unbind()):
+            for binding, value in zip(members, own.unbind()):
                 # Rounding is monotonic: the amax of the rounded weight is the rounded amax.
                 binding.amax = value.to(binding.compute_dtype).to(torch.float32)
 
@@ -78,14 +76,3 @@ def amax_of(controller: Controller) -> WeightAmax:
     if controller not in _of:
         _of[controller] = WeightAmax()
     return _of[controller]
-
-
-def _install_hook() -> None:
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    for amax in list(_of.values()):
-        amax.mark_changed()

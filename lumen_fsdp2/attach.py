@@ -1,216 +1,35 @@
-"""Where weights get their gather hooks, and where hooks get their plan.
+"""Binding FSDP2's groups to a plan, and the plan of a whole model.
 
-Two moments. When FSDP2 puts a sharded parameter on a quantized module, its local tensor becomes a `ShardedWeight`
-(nothing is known of the policy yet). Then each FSDP2 group whose policy is a `LumenPolicy` is bound: by
-`lumen_fsdp2.fully_shard` at once, with torch's own at the first forward pass, before anything is gathered.
+When FSDP2 puts a sharded parameter on a quantized module, the parameter gets its gather hooks (`binding.notice`);
+nothing is known of the policy yet. Then each FSDP2 group whose policy is a `LumenPolicy` is bound: by
+`lumen_fsdp2.fully_shard` at once, with torch's own at the first forward pass or by `plan`, before anything is gathered.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from lumen_core import sharding
-from lumen_core.amax import WEIGHT
 from lumen_core.comm.collectives import Collectives, collectives_for
-from lumen_core.config import QuantConfig
 from lumen_core.controller import controller_over, live_controllers
 from lumen_core.experts import QuantExperts
-from lumen_core.gathered import BOTH, COLUMNS, ROWS, GatherInfo
 from lumen_core.linear import QuantLinear
 from lumen_core.names import plain_name
-from lumen_core.wire import WireFormat
 from lumen_fsdp2 import torch_internals
 from lumen_fsdp2.amax import WeightAmax, amax_of
+from lumen_fsdp2.binding import BINDINGS, Binding, binding_of, plan_row, say_once
 from lumen_fsdp2.comm import LumenAllGather, LumenReduceScatter
-from lumen_fsdp2.plan import ALL, ON_DEMAND, ROW, Plan, PlanRow, choose_mode, part_bytes, why_not
+from lumen_fsdp2.plan import ON_DEMAND, ROW, Plan, PlanRow
 from lumen_fsdp2.policy import LumenPolicy
-from lumen_fsdp2.weight import ShardedWeight
 
-_BINDINGS = sharding.GATHER_ATTRIBUTE  # parameter name -> Binding
-_SWITCHED = "on-demand became row: weights are read again outside the pass that they were gathered for"
+_BOUND = "_lumen_bound"  # of a sharded module: the policy that it was bound with
+_PRINTED = "_lumen_plan_printed"  # of an enabled model
 _QUANTIZED = (QuantLinear, QuantExperts)
-
-
-class Binding:
-    """How one parameter of a quantized module is gathered.
-
-    Attributes:
-        wire: form that travels; None leaves the parameter to a plain gather.
-        mode, reason: see `plan.PlanRow`.
-        info: shared with the gathered parameter.
-        shape: of the whole weight.
-        group: process group that the weight is cut over.
-        amax: of the whole weight, 0-dim fp32, where one scale serves it.
-        compute_dtype: in which the weight is quantized.
-    """
-
-    def __init__(self, module: torch.nn.Module, name: str, param: Any, fsdp_group: Any, policy: LumenPolicy) -> None:
-        self._module = weakref.ref(module)
-        self._name = name
-        self._param = weakref.ref(param)
-        self._fsdp_group = weakref.ref(fsdp_group)
-        self.policy = policy
-        self.shape = torch_internals.local_shape(param)
-        self.world = torch_internals.world_size(param)
-        self.group = torch_internals.process_group(param)
-        self.compute_dtype = policy.param_dtype or param.sharded_param.dtype
-        self.amax: torch.Tensor | None = None
-        self.refresher: WeightAmax | None = None
-        self._switched = False
-        self.mode, self.wire, self.reason = "-", None, ""
-        self.delayed = False
-        self._decide(module, param, policy)
-        self.info = None
-        if self.wire is not None:
-            self.info = GatherInfo(self.wire, name, on_demand=self.mode == ON_DEMAND)
-
-    def _decide(self, module: torch.nn.Module, param: Any, policy: LumenPolicy) -> None:
-        config: QuantConfig = module.quant_config
-        multiplied = WireFormat.of(config, param.device)
-        wire = multiplied if policy.wire is None else WireFormat.of(policy.wire, param.device)
-        if not policy.low_precision_all_gather:
-            self.reason = "low_precision_all_gather=False: quantized after the gather"
-        elif wire is None:
-            self.reason = "wire=bf16" if policy.wire is not None else "the recipe does not quantize weights"
-        elif torch_internals.is_tied(param):
-            self.reason = "tied: another module reads the same weight"
-        elif torch_internals.shard_dim(param) != 0:
-            self.reason = f"cut along dimension {torch_internals.shard_dim(param)}: quantized after the gather"
-        elif getattr(module, "is_transposed", False) and len(self.shape) == 3:
-            self.reason = "bank stored transposed: quantized after the gather"
-        elif reason := why_not(wire, self.shape, self.world):
-            self.reason = f"{reason}: quantized after the gather"
-        elif not isinstance(torch_internals.sharded_local(param.sharded_param), ShardedWeight):
-            self.reason = "sharded before quant.enable: quantized after the gather"
-        else:
-            self.wire = wire
-            self.mode, self.reason = choose_mode(
-                wire, self.shape, self.world, policy.all_gather_mode, multiplied, config.recipe
-            )
-            self.delayed = wire.per_tensor and config.scaling == "delayed"
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The quantized module."""
-        return self._module()
-
-    def local(self) -> torch.Tensor:
-        """This rank's rows in high precision."""
-        local = torch_internals.local_of(self._param().sharded_param)
-        return local.plain() if isinstance(local, ShardedWeight) else local
-
-    def send(self, local: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """What FSDP2 gathers, and `(binding, direction, extra)` for `receive`."""
-        matrix = local if local.dim() == 2 else local.reshape(-1, local.shape[-1])
-        extra: tuple[torch.Tensor, ...] = ()
-        direction = BOTH if self.mode == ALL else self._direction()
-        if self.wire.per_tensor and local.dim() == 3:
-            floor = self.module.quant_states[self._name].in_use[WEIGHT] if self.delayed else None
-            sent = list(self.wire.encode_experts(local, floor))
-        elif self.wire.per_tensor:
-            self.refresher.before_gather(self)
-            amax = self.amax
-            if self.delayed:
-                amax = self.module.quant_state.weight_amax(self.amax)
-            codes, scale = self.wire.encode(matrix, amax)
-            sent, extra = [codes], (scale, self.amax) if self.delayed else (scale,)
-        elif direction == COLUMNS:
-            sent = list(self.wire.encode_columns(matrix))
-        else:
-            sent = list(self.wire.encode(matrix))
-            if direction == BOTH:
-                sent += self.wire.encode_columns(matrix)
-        if self.world == 1 and len(sent) > 1:
-            sent = [_packed(sent)]  # one rank alone gets only the first tensor back
-        return tuple(sent), (self, direction, extra)
-
-    def receive(self, outputs: tuple[torch.Tensor, ...], extra: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """The parts of the gathered weight, as `GatheredWeight` takes them."""
-        parts = [out.view(torch.uint8).reshape(-1) for out in outputs]
-        if self.world == 1 and not extra:
-            parts = _unpacked(parts[0], part_bytes(self.wire, self.shape, self.mode, delayed=self.delayed))
-        return [*parts, *extra]
-
-    def _direction(self) -> str:
-        if self.mode != ON_DEMAND or self.info.rows_only:
-            self._tell_switch()
-            return ROWS
-        if not torch_internals.gathers_for_backward_only(self._fsdp_group()):
-            return ROWS
-        return COLUMNS
-
-    def _tell_switch(self) -> None:
-        if self.mode == ON_DEMAND and not self._switched:
-            self._switched = True
-            _say_once(_SWITCHED)
-
-    def row(self, name: str) -> PlanRow:
-        """The plan's line."""
-        mode, reason, group = self.mode, self.reason, self._fsdp_group()
-        if mode == ON_DEMAND and (self._switched or not torch_internals.reshards_after_forward(group)):
-            mode, reason = ROW, _SWITCHED
-        return _row(name, self._param(), group, self.wire, mode, reason, self.compute_dtype, delayed=self.delayed)
-
-
-def _row(name, param, group, wire, mode, reason, dtype, *, delayed=False) -> PlanRow:
-    shape, world = torch_internals.local_shape(param), torch_internals.world_size(param)
-    if wire is None:
-        padded = math.ceil(shape[0] / world) * world if torch_internals.shard_dim(param) == 0 else shape[0]
-        size = padded * math.prod(shape[1:]) * dtype.itemsize
-    else:
-        size = sum(part_bytes(wire, shape, mode, delayed=delayed))
-    gathers = 2 if torch_internals.reshards_after_forward(group) else 1
-    text = str(dtype).removeprefix("torch.") if wire is None else wire.name
-    return PlanRow(name, shape, text, mode, size if world > 1 else 0, gathers, reason)
-
-
-def _packed(sent: list[torch.Tensor]) -> torch.Tensor:
-    padded = [torch.nn.functional.pad(part, (0, -part.numel() % 16)) for part in sent]
-    return torch.cat(padded)
-
-
-def _unpacked(buffer: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(buffer[start : start + size])
-        start += size + -size % 16
-    return parts
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(f"lumen_fsdp2: {text}", flush=True)
-
-
-# --- hooks ------------------------------------------------------------------------------------------------------------
-
-
-def notice(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
-    """Give a sharded weight its hooks; called by the quantized modules when a parameter is put on them."""
-    if isinstance(torch_internals.local_of(parameter), ShardedWeight):
-        return  # the usual case, at every reshard
-    local = torch_internals.sharded_local(parameter)
-    if type(local) is not torch.Tensor or local.dim() not in (2, 3) or name.endswith("bias"):
-        return
-    torch_internals.set_local(parameter, ShardedWeight.over(local, name))
-
-
-sharding.observe(notice)
-
-
-def binding_of(module: torch.nn.Module, name: str) -> Binding | None:
-    """The binding of a parameter, or None for a host with a policy of its own."""
-    return module.__dict__.get(_BINDINGS, {}).get(name)
-
-
-# --- binding groups to a plan ----------------------------------------------------------------------------------------
+_passes: weakref.WeakKeyDictionary[Any, WeightAmax] = weakref.WeakKeyDictionary()  # by FSDP2's state of a root
 
 
 def fewer_ranks(value: object) -> ValueError:
@@ -231,8 +50,8 @@ def bind(module: FSDPModule, policy: LumenPolicy, refresher: WeightAmax) -> int:
             if not isinstance(owner, _QUANTIZED) or len(torch_internals.local_shape(param)) not in (2, 3):
                 continue
             _check_recipe(owner, policy)
-            binding = Binding(owner, name, param, group, policy)
-            owner.__dict__.setdefault(_BINDINGS, {})[name] = binding
+            binding = Binding(owner, name, param, module, group, policy)
+            owner.__dict__.setdefault(BINDINGS, {})[name] = binding
             found += 1
             if binding.mode == ON_DEMAND or _dgrad_from_rows(binding, policy):
                 _from_rows(owner)
@@ -240,7 +59,8 @@ def bind(module: FSDPModule, policy: LumenPolicy, refresher: WeightAmax) -> int:
                 binding.refresher = refresher
                 refresher.bindings.append(binding)
         _attach_collectives(module, group, policy)
-    module.__dict__["_lumen_bound"] = policy
+    module.__dict__[_BOUND] = policy
+    _passes.clear()
     return found
 
 
@@ -285,7 +105,7 @@ def _collectives(process_group: torch.distributed.ProcessGroup, choice: str, dev
     which of them choose again.
     """
     collectives, reason = collectives_for(process_group, choice, device)
-    _say_once(f"collectives: {collectives.name} ({reason})")
+    say_once(f"collectives: {collectives.name} ({reason})")
     return collectives
 
 
@@ -306,34 +126,85 @@ class _Shares:
         return self._shares
 
 
-def start(policy: LumenPolicy, *, again: bool = False) -> None:
-    """Bind every sharded module with this policy below an enabled model, print the plan; called at each forward.
+def at_forward(policy: LumenPolicy, state: Any) -> None:
+    """A module sharded with `policy` is about to run forward; `state` is FSDP2's of it.
+
+    The first time in each model: bind what torch's own `fully_shard` left, and print the plan. Every time that this
+    begins a forward pass: the amax of the weights below is to be taken again.
 
     Raises:
-        RuntimeError: the policy would change nothing.
+        RuntimeError: the policy would change nothing in the model that runs.
     """
-    if policy.__dict__.get("_started") and not again:
-        return
-    found, bound = 0, []
-    for controller in live_controllers():
-        modules = [m for m in controller.model.modules() if isinstance(m, FSDPModule)]
-        mine = [m for m in modules if torch_internals.policy_of(m) is policy]
-        refresher = amax_of(controller)
-        for module in mine:
-            if module.__dict__.get("_lumen_bound") is not policy:
-                bind(module, policy, refresher)
-        bindings = [b for m in controller.model.modules() for b in m.__dict__.get(_BINDINGS, {}).values()]
-        found += sum(binding.policy is policy for binding in bindings)
-        bound += [controller.model] if mine else []
-    if not found:
+    if torch_internals.in_backward():
+        return  # recomputation
+    root = torch_internals.root_of_pass(state)
+    if root not in _passes:
+        _introduce(policy, root)
+    if root is state:
+        _begin(root)
+
+
+def _introduce(policy: LumenPolicy, root: Any) -> None:
+    """Bind what is not yet in the model that runs for the first time."""
+    bind_all(policy)
+    (module,) = torch_internals.modules_of(root)
+    inside = list(module.modules())
+    if not any(isinstance(m, _QUANTIZED) or _BOUND in m.__dict__ for m in inside) and controller_over(module) is None:
         raise RuntimeError(
             "LumenPolicy has no effect here: no module sharded with it was quantized. Call quant.enable(model, ...) "
             "before torch's fully_shard, or use lumen_fsdp2.fully_shard, which does"
         )
-    object.__setattr__(policy, "_started", True)
-    if policy.print_plan and torch.distributed.get_rank() == 0:
-        for model in bound:
-            print(plan(model), flush=True)
+    _passes[root] = _one_keeper([b for m in inside for b in m.__dict__.get(BINDINGS, {}).values()])
+    if not isinstance(torch_internals.policy_of(module), LumenPolicy):
+        # Its policy says nothing of its passes. Not traced: FSDP2's own hooks are not, either.
+        module.register_forward_pre_hook(torch.compiler.disable(_Begins(root)), prepend=True)
+    if policy.print_plan:
+        _print_plans()
+
+
+def _print_plans() -> None:
+    """Print the plan of each enabled and bound model once, on rank 0."""
+    for model in (controller.model for controller in live_controllers()):
+        if _PRINTED not in model.__dict__ and any(_BOUND in m.__dict__ for m in model.modules()):
+            model.__dict__[_PRINTED] = True
+            if torch.distributed.get_rank() == 0:
+                print(plan(model), flush=True)
+
+
+class _Begins:
+    """Hook of a root with a policy that is not ours."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = weakref.ref(root)
+
+    def __call__(self, module: torch.nn.Module, args: tuple) -> None:
+        if not torch_internals.in_backward():
+            _begin(self._root())
+
+
+def _begin(root: Any) -> None:
+    if root in _passes:
+        _passes[root].begin_pass()
+
+
+def _one_keeper(bindings: list[Binding]) -> WeightAmax:
+    """One keeper for what runs in one pass, where blocks were enabled one by one."""
+    keepers = list({id(b.refresher): b.refresher for b in bindings if b.refresher is not None}.values())
+    one = keepers[0] if keepers else WeightAmax()
+    for other in keepers[1:]:
+        one.take(other)
+        for root in [root for root, keeper in _passes.items() if keeper is other]:
+            _passes[root] = one
+    return one
+
+
+def bind_all(policy: LumenPolicy) -> None:
+    """Bind every module below an enabled model that was sharded with `policy` and is not bound yet."""
+    for controller in live_controllers():
+        for module in controller.model.modules():
+            if isinstance(module, FSDPModule) and torch_internals.policy_of(module) is policy:
+                if module.__dict__.get(_BOUND) is not policy:
+                    bind(module, policy, amax_of(controller))
 
 
 def plan(model: torch.nn.Module) -> Plan:
@@ -345,21 +216,28 @@ def plan(model: torch.nn.Module) -> Plan:
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
     if not modules:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard first")
+    for _, module in modules:
+        policy = torch_internals.policy_of(module)
+        if isinstance(policy, LumenPolicy) and _BOUND not in module.__dict__:
+            bind_all(policy)  # with torch's own fully_shard nothing is bound before the first pass
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
-    return Plan([row for _, module in modules for row in _rows(module, names)])
+    inner = {id(m) for _, module in modules for m in module.modules() if m is not module}
+    return Plan([row for _, module in modules for row in _rows(module, names, root=id(module) not in inner)])
 
 
-def _rows(module: FSDPModule, names: dict[int, str]) -> list[PlanRow]:
+def _rows(module: FSDPModule, names: dict[int, str], *, root: bool = False) -> list[PlanRow]:
     """The plan's lines for the groups of one FSDP2 module; `names` of modules by id."""
     rows = []
     policy = torch_internals.policy_of(module)
+    keeps = root and torch_internals.will_keep_weights_as_root(module)
     for group in torch_internals.groups(module):
+        gathers = 1 if keeps or not torch_internals.reshards_after_forward(group) else 2
         for owner, name, param in torch_internals.parameters(group):
             full = ".".join(filter(None, (names.get(id(owner), ""), name)))
             binding = binding_of(owner, name)
             if binding is not None:
-                rows.append(binding.row(full))
+                rows.append(binding.row(full, gathers))
                 continue
             dtype = policy.param_dtype or param.sharded_param.dtype
-            rows.append(_row(full, param, group, None, "-", "not quantized", dtype))
+            rows.append(plan_row(full, param, gathers, None, "-", "not quantized", dtype))
     return rows

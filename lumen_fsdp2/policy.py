@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lumen_core.config import QuantConfig
+from lumen_fsdp2 import torch_internals
 
 MODES = ("auto", "on-demand", "all", "row")
 BACKENDS = ("auto", "c10d", "mori")
@@ -68,20 +69,20 @@ class LumenPolicy(MixedPrecisionPolicy):
         object.__setattr__(self, "cast_forward_inputs", _AskedAtForward(self.cast_forward_inputs, self))
 
     def __reduce__(self) -> tuple:
-        fields = dict(self.__dict__, cast_forward_inputs=bool.__bool__(int(self.cast_forward_inputs) == 1))
-        return _rebuild, (fields,)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _rebuild, (dict(values, cast_forward_inputs=int(self.cast_forward_inputs) == 1),)
 
 
-def _rebuild(fields: dict[str, Any]) -> LumenPolicy:
-    return LumenPolicy(**fields)
+def _rebuild(values: dict[str, Any]) -> LumenPolicy:
+    return LumenPolicy(**values)
 
 
 class _AskedAtForward(int):
     """A truth value that notices being asked.
 
-    FSDP2 asks `if policy.cast_forward_inputs` before a module's first gather, and tells a policy nothing else. That is
-    the last moment at which torch's own `fully_shard` can be stopped from ignoring the policy on a model that nobody
-    prepared, and the first at which the whole sharded model is there to plan.
+    FSDP2 asks `if policy.cast_forward_inputs` at each forward of a module, before its first gather, and tells a policy
+    nothing else. That is the last moment at which torch's own `fully_shard` can be stopped from ignoring the policy on
+    a model that nobody prepared, and the first at which the whole sharded model is there to plan.
     """
 
     _policy: LumenPolicy
@@ -92,9 +93,11 @@ class _AskedAtForward(int):
         return self
 
     def __bool__(self) -> bool:
-        from lumen_fsdp2.attach import start  # here: attach needs LumenPolicy
+        from lumen_fsdp2.attach import at_forward  # here: attach needs LumenPolicy
 
-        start(self._policy)
+        state = torch_internals.asking_state()
+        if state is not None:
+            at_forward(self._policy, state)
         return int(self) == 1
 
     def __repr__(self) -> str:

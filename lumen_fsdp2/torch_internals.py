@@ -6,18 +6,44 @@ which phase it is; a plan that is right needs all of them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 
 def policy_of(module: FSDPModule) -> MixedPrecisionPolicy:
     """The policy that `fully_shard` was given."""
     return module._get_fsdp_state()._mp_policy
+
+
+def asking_state() -> Any | None:
+    """FSDP2's state of the module whose forward pass reads a field of its policy; for use in that field's `__bool__`.
+
+    FSDP2 reads `policy.cast_forward_inputs` in a method of that state, and hands the state to nobody.
+    """
+    state = sys._getframe(2).f_locals.get("self")
+    return state if isinstance(state, FSDPState) else None
+
+
+def modules_of(state: Any) -> tuple[torch.nn.Module, ...]:
+    """The modules that were sharded together; one where they are the root of a pass."""
+    return tuple(state._modules)
+
+
+def root_of_pass(state: Any) -> Any | None:
+    """State of the module with which the forward pass that runs now began; None where none runs."""
+    return state._state_ctx.iter_forward_root
+
+
+def in_backward() -> bool:
+    """True within a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def groups(module: FSDPModule) -> list[Any]:
@@ -62,6 +88,12 @@ def process_group(param: Any) -> torch.distributed.ProcessGroup:
 def reshards_after_forward(group: Any) -> bool:
     """True where the weights are gathered again for the backward pass."""
     return group.post_forward_mesh_info is not None
+
+
+def will_keep_weights_as_root(module: FSDPModule) -> bool:
+    """True before the first forward pass for a module that, if it is the root then, will not reshard after it."""
+    state = module._get_fsdp_state()
+    return state._is_root is None and bool(state._auto_reshard_after_forward)
 
 
 def reshards_to_smaller_world(group: Any) -> bool:

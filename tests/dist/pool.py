@@ -69,9 +69,16 @@ class RankPool:
         """``[function(rank, size, *args) for every rank]``; a rank that hangs or fails fails the caller."""
         if not self._ranks:
             self._start()
-        for _, pipe in self._ranks:
-            pipe.send_bytes(pickle.dumps((function, args)))
-        return self._answers(seconds)
+        try:
+            for _, pipe in self._ranks:
+                pipe.send_bytes(pickle.dumps((function, args)))
+            return self._answers(seconds)
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            for process, _ in self._ranks:
+                process.join(1.0)
+            codes = [process.exitcode for process, _ in self._ranks]
+            self.stop()
+            raise AssertionError(f"a rank of {self.size} died: exit codes {codes}") from error
 
     def _answers(self, seconds: float) -> list[Any]:
         deadline, answers = time.monotonic() + seconds, []
