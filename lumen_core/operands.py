@@ -13,7 +13,7 @@ from lumen_core.config import QuantConfig
 from lumen_core.formats import element_format, resolve_flavour
 from lumen_core.gathered import WeightView
 from lumen_core.hadamard import HADAMARD_BLOCK, hadamard
-from lumen_core.kernels import registry
+from lumen_core.kernels.gemm import gemm
 from lumen_core.kernels.reference import matmul_bf16
 from lumen_core.kernels.transpose import tensor_codes, transposed_codes, transposed_tensor_codes
 from lumen_core.rounding import stochastic_noise
@@ -75,7 +75,7 @@ class LinearOperands:
         elif quantized is None:
             out = matmul_bf16(x, self._weight(weight).dequantize(x.dtype), out_dtype)
         else:
-            out = registry.gemm(quantized, self._weight(weight), out_dtype, fast_accum=config.fast_accum)
+            out = gemm(quantized, self._weight(weight), out_dtype, fast_accum=config.fast_accum)
 
         if not keep_codes:
             return out, (x if needs_wgrad else None), None
@@ -142,10 +142,10 @@ class LinearOperands:
             folded = self._gradient(grad.to(torch.float32) * rows.scale.t(), key, _DGRAD_STREAM)
             codes = replace(rows, scale=torch.ones((), device=weight.device), block=TENSOR_BLOCK)
             turned = self._turned(codes, grad) if isinstance(weight, WeightView) else codes.transpose()
-            return registry.gemm(folded, turned, out_dtype)
+            return gemm(folded, turned, out_dtype)
         if shared is None:
             shared = self._gradient(grad, key, _DGRAD_STREAM)
-        return registry.gemm(shared, self._weight_for_dgrad(weight, grad), out_dtype)
+        return gemm(shared, self._weight_for_dgrad(weight, grad), out_dtype)
 
     def _low_wgrad(
         self,
@@ -156,8 +156,8 @@ class LinearOperands:
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         if shared is not None:
-            return registry.gemm(shared.transpose(), x.transpose(), out_dtype)
-        return registry.gemm(self._gradient(self._rotate(grad.t()), key, _WGRAD_STREAM), x, out_dtype)
+            return gemm(shared.transpose(), x.transpose(), out_dtype)
+        return gemm(self._gradient(self._rotate(grad.t()), key, _WGRAD_STREAM), x, out_dtype)
 
     # --- operands -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from lumen_core.config import QuantConfig
 from lumen_core.controller import Controller
 from lumen_core.experts import QuantExperts
 from lumen_core.formats import element_format, resolve_flavour
-from lumen_core.kernels import registry
+from lumen_core.kernels.gemm import GEMM
 from lumen_core.kernels.query import GemmQuery
 from lumen_core.linear import QuantLinear
 
@@ -133,7 +133,7 @@ def _kernels(config: QuantConfig, n: int, k: int, device: torch.device) -> tuple
             out.append("matmul_bf16")
             continue
         query = GemmQuery(device.type, *left, *right, _TOKENS, cols, depth, torch.bfloat16)
-        out.append(registry.choose("gemm", query))
+        out.append(GEMM.choose(query).name)
     return tuple(out)
 
 

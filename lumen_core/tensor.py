@@ -97,7 +97,7 @@ def quantize(
         # The compiler fuses plain torch with what surrounds it.
         data, scale = casts.quantize(x, fmt, block, **options)
     else:
-        from lumen_core.kernels import registry  # here, because the registry's other operations take QuantizedTensor
+        from lumen_core.kernels import quantize as kernels  # here: the package's other operations take QuantizedTensor
 
-        data, scale = registry.quantize(x, fmt, block, **options)
+        data, scale = kernels.quantize(x, fmt, block, **options)
     return QuantizedTensor(data, scale, fmt, block, (x.shape[0], x.shape[1]))

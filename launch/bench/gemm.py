@@ -15,9 +15,11 @@ import torch
 
 from launch.bench import rivals
 from launch.bench.timing import Stopwatch
+from lumen_core import operands
 from lumen_core import quantize as quant
 from lumen_core.config import QuantConfig
-from lumen_core.kernels import registry
+from lumen_core.kernels.gemm import GEMM, query_of
+from lumen_core.tensor import QuantizedTensor
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 
@@ -79,34 +81,24 @@ def record(
         out = model(leaf)
         fprop, products[:] = list(products), []
         out.backward(grad)
-    # A GEMM that the recipe leaves in bf16 does not pass through the registry.
+    # A GEMM that the recipe leaves in bf16 does not pass through there.
     low = [name for name in ("dgrad", "wgrad") if getattr(config, name) == "low" and config.quantize_activation]
     return dict(zip(["fprop"] * len(fprop) + low, fprop + products))
 
 
 @contextmanager
 def _recording() -> Iterator[list[tuple[str, Callable[[], torch.Tensor]]]]:
-    """Collects what passes through `registry.gemm`."""
+    """Collects the products of quantized layers."""
     products: list[tuple[str, Callable[[], torch.Tensor]]] = []
-    gemm, choose = registry.gemm, registry.choose
+    gemm = operands.gemm
 
-    def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
-        names: list[str] = []
+    def recording(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, **options: Any) -> torch.Tensor:
+        name = GEMM.choose(query_of(a, b, out_dtype)).name
+        products.append((name, lambda: gemm(a, b, out_dtype, **options)))
+        return gemm(a, b, out_dtype, **options)
 
-        def naming(*query: Any) -> str:
-            names.append(choose(*query))
-            return names[-1]
-
-        registry.choose = naming
-        try:
-            out = gemm(*args, **kwargs)
-        finally:
-            registry.choose = choose
-        products.append((names[-1], lambda: gemm(*args, **kwargs)))
-        return out
-
-    registry.gemm = recording
+    operands.gemm = recording
     try:
         yield products
     finally:
-        registry.gemm = gemm
+        operands.gemm = gemm

@@ -19,7 +19,7 @@ import torch
 from lumen_core.diagnostics.text import table
 from lumen_core.diagnostics.versions import PACKAGES, versions
 from lumen_core.formats import arch_of, flavour_of
-from lumen_core.kernels import registry
+from lumen_core.kernels.table import table as kernel_table
 
 TRAIN_PACKAGES = (
     "transformers",
@@ -56,7 +56,7 @@ def examine(device: torch.device, *, probe_imports: bool = False) -> dict[str, A
     }
     report["warnings"] = warnings_about(report)
     try:
-        for op, chosen, candidates in registry.table(device):
+        for op, chosen, candidates in kernel_table(device):
             reasons = [{"name": name, "passed_over": reason} for name, reason in candidates]
             report["kernels"].append({"op": op, "chosen": chosen, "candidates": reasons})
         report["check"] = check_recipes(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lumen_core.kernels import registry
+from lumen_core.kernels.quantize import casts_by_triton
 from lumen_core.kernels.triton.amax import absmax as triton_absmax
 
 
@@ -13,7 +13,7 @@ def absmax(tensors: list[torch.Tensor]) -> torch.Tensor:
 
     One fused launch where the Triton casts run, else one reduction a tensor; nothing waits on the host.
     """
-    if registry.casts_by_triton(tensors[0], tensors[0].dtype):
+    if casts_by_triton(tensors[0], tensors[0].dtype):
         return triton_absmax(tensors)
     return torch.stack(
         [t.abs().amax().to(torch.float32) if t.numel() else t.new_zeros((), dtype=torch.float32) for t in tensors]

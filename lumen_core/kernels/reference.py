@@ -9,7 +9,7 @@ from lumen_core.tensor import QuantizedTensor
 from lumen_core.tracing import as_dtype
 
 
-def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False) -> torch.Tensor:
     """`a @ b.T` in fp32 arithmetic: `[M, C] x [N, C] -> [M, N]`.
 
     Scales that are constant along the contraction leave the sum, as they do in hardware: then the product of codes is
@@ -22,7 +22,9 @@ def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torc
     return as_dtype(a.dequantize() @ b.dequantize().t(), out_dtype)
 
 
-def gemm_dequantize_bf16(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm_dequantize_bf16(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False
+) -> torch.Tensor:
     """The same on bf16 matrix units with fp32 accumulation, for GPUs without the scaled instruction.
 
     Exact in its operands where scales are powers of two (8 bits of code and scale fit bf16); an fp32 scale is rounded

@@ -12,7 +12,7 @@ import torch
 
 from lumen_core.casts import TENSOR_BLOCK
 from lumen_core.formats import E8M0_DTYPE, element_format
-from lumen_core.kernels import registry
+from lumen_core.kernels.quantize import casts_by_triton
 from lumen_core.requantize import mx_to_tensor
 from lumen_core.tensor import QuantizedTensor
 
@@ -42,7 +42,7 @@ def _with_one_scale(q: QuantizedTensor, grad: torch.Tensor | None) -> QuantizedT
 
 @torch.library.custom_op("lumen::transposed_codes", mutates_args=())
 def _transposed_codes(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    if registry.casts_by_triton(codes, torch.bfloat16):
+    if casts_by_triton(codes, torch.bfloat16):
         from lumen_core.kernels.triton.retile import transpose_bytes
 
         return transpose_bytes(codes)
@@ -60,7 +60,7 @@ def _tensor_codes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fmt, turned = element_format(element, flavour), grad is not None
     codes, scale = codes.view(fmt.dtype), scale.view(E8M0_DTYPE)
-    if tuple(block) == (32, 32) and registry.casts_by_triton(codes, torch.bfloat16):
+    if tuple(block) == (32, 32) and casts_by_triton(codes, torch.bfloat16):
         from lumen_core.kernels.triton import retile
 
         out, common = retile.mx_to_tensor(codes, scale, fmt, transposed=turned)

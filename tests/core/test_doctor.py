@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from lumen_core import operands
 from lumen_core.config import RECIPES
 from lumen_core.diagnostics import doctor
 from lumen_core.diagnostics.text import table
 from lumen_core.diagnostics.versions import PACKAGES, version_of
-from lumen_core.kernels import registry
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -63,13 +63,13 @@ def test_text_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = registry.gemm
+    right = operands.gemm
 
     def wrong(a: Any, b: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = right(a, b, *args, **kwargs)
         return out.roll(1, 0) if a.block == (1, 128) else out
 
-    monkeypatch.setattr(registry, "gemm", wrong)
+    monkeypatch.setattr(operands, "gemm", wrong)
     status, found = report(capsys, "--device", "cpu")
     assert status == 1 and not found["healthy"]
     assert [e.split(":")[0] for e in found["errors"]] == ["recipe blockwise"]
@@ -80,7 +80,7 @@ def test_a_kernel_that_raises_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys
     def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise RuntimeError("no such symbol")
 
-    monkeypatch.setattr(registry, "gemm", broken)
+    monkeypatch.setattr(operands, "gemm", broken)
     status, found = report(capsys, "--device", "cpu")
     assert status == 1
     assert "recipe mxfp8: RuntimeError: no such symbol" in found["errors"]

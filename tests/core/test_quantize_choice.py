@@ -10,7 +10,10 @@ import torch
 from lumen_core import casts
 from lumen_core.formats import element_format
 from lumen_core.kernels import registry
+from lumen_core.kernels.quantize import QUANTIZE
 from lumen_core.kernels.query import QuantizeQuery
+from lumen_core.kernels.registry import Operation
+from lumen_core.kernels.table import table
 from lumen_core.kernels.triton import cast
 from lumen_core.tensor import quantize
 
@@ -88,7 +91,7 @@ def test_a_kernel_that_cannot_run_here_is_refused_by_name(monkeypatch):
 def test_what_the_kernels_take(change, reason, h200):
     query = replace(GPU, **change)
     assert cast.unsupported(query) == reason
-    assert registry.choose("quantize", query) == ("triton" if reason is None else "reference")
+    assert QUANTIZE.choose(query).name == ("triton" if reason is None else "reference")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_a_failing_kernel_is_named_with_what_it_was_given(h200, monkeypatch):
         raise RuntimeError("invalid argument")
 
     monkeypatch.setattr(cast, "quantize", broken)
-    monkeypatch.setattr(registry, "choose", lambda op, query: "triton")
+    monkeypatch.setattr(Operation, "choose", lambda self, query: self.candidates[0])
     with pytest.raises(RuntimeError, match=r"quantize by triton failed on .*elements=64.*: invalid argument"):
         quantize(torch.ones(2, 32), element_format("e4m3"), (1, 32), mx=True)
 
@@ -133,8 +136,8 @@ def test_subclasses_and_differentiated_tensors_are_told_apart(monkeypatch):
         pass
 
     seen = []
-    choose = registry.choose
-    monkeypatch.setattr(registry, "choose", lambda op, query: seen.append(query.plain) or choose(op, query))
+    choose = Operation.choose
+    monkeypatch.setattr(Operation, "choose", lambda self, query: seen.append(query.plain) or choose(self, query))
     weight = torch.nn.Parameter(torch.randn(4, 32))
     for x in (weight, torch.randn(4, 32), torch.randn(4, 32).as_subclass(Wrapped)):
         quantize(x, element_format("e4m3"), (1, 0))
@@ -144,7 +147,7 @@ def test_subclasses_and_differentiated_tensors_are_told_apart(monkeypatch):
 
 
 def test_the_doctor_lists_it():
-    rows = {label: (chosen, dict(why)) for label, chosen, why in registry.table("cpu")}
+    rows = {label: (chosen, dict(why)) for label, chosen, why in table("cpu")}
     chosen, why = rows["quantize mxfp8 32x32"]
     assert chosen == "reference" and why == {"triton": "needs a GPU", "reference": None}
     assert sum(label.startswith("quantize") for label in rows) == 8

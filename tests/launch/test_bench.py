@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from launch.bench import cli, gemm, quantize, rivals, timing
+from lumen_core import operands
 from lumen_core.config import RECIPES, QuantConfig
-from lumen_core.kernels import registry
+from lumen_core.kernels.table import table
 
 SMALL = ["--m", "64", "--k", "96", "--iters", "2"]
 
@@ -46,13 +47,13 @@ def test_gemm_report(device: torch.device, tmp_path: Path, capsys: pytest.Captur
 def test_recorded_products_are_those_of_training(recipe: str, device: torch.device) -> None:
     m, n, k = 64, 96, 128
     x, w, g = (torch.randn(s, device=device) for s in ((m, k), (n, k), (m, n)))
-    before = registry.gemm, registry.choose
+    before = operands.gemm
     recorded = gemm.record(QuantConfig.from_recipe(recipe), x, w, g)
-    assert (registry.gemm, registry.choose) == before
+    assert operands.gemm is before
     assert list(recorded) == list(gemm.GEMMS)
     exact = {"fprop": x @ w.t(), "dgrad": g @ w, "wgrad": g.t() @ x}
     for name, (kernel, run) in recorded.items():
-        assert kernel in [c for c, _ in registry.table(device)[0][2]]
+        assert kernel in [c for c, _ in table(device)[0][2]]
         error = (run() - exact[name]).norm() / exact[name].norm()
         assert 0.005 < error < (0.25 if recipe == "mxfp4" else 0.1), f"{name}: {error}"
 

@@ -1,0 +1,47 @@
+"""What runs where, for the usual recipes: the table of `lumen-doctor`."""
+
+from __future__ import annotations
+
+import torch
+
+from lumen_core.formats import element_format, resolve_flavour
+from lumen_core.kernels.gemm import GEMM
+from lumen_core.kernels.quantize import QUANTIZE
+from lumen_core.kernels.query import GemmQuery, QuantizeQuery
+
+# Label, elements, blocks.
+_GEMMS = (
+    ("gemm tensorwise e4m3", "e4m3", "e4m3", (0, 0), (0, 0)),
+    ("gemm tensorwise e5m2 x e4m3", "e5m2", "e4m3", (0, 0), (0, 0)),
+    ("gemm rowwise e4m3", "e4m3", "e4m3", (1, 0), (1, 0)),
+    ("gemm 1x128 x 128x128 e4m3", "e4m3", "e4m3", (1, 128), (128, 128)),
+    ("gemm mxfp8 1x32", "e4m3", "e4m3", (1, 32), (1, 32)),
+    ("gemm mxfp4 1x32", "e2m1", "e2m1", (1, 32), (1, 32)),
+)
+_CASTS = (
+    ("quantize tensorwise e4m3", "e4m3", (0, 0), False),
+    ("quantize tensorwise e5m2", "e5m2", (0, 0), False),
+    ("quantize rowwise e4m3", "e4m3", (1, 0), False),
+    ("quantize 1x128 e4m3", "e4m3", (1, 128), False),
+    ("quantize 128x128 e4m3", "e4m3", (128, 128), False),
+    ("quantize mxfp8 1x32", "e4m3", (1, 32), True),
+    ("quantize mxfp8 32x32", "e4m3", (32, 32), True),
+    ("quantize mxfp4 1x32", "e2m1", (1, 32), True),
+)
+_SIZE = 4096
+
+
+def table(device: torch.device | str) -> list[tuple[str, str, list[tuple[str, str | None]]]]:
+    """Rows `(operands, chosen, [(candidate, why not)])` for the usual recipes on `device` at an aligned shape."""
+    device = torch.device(device)
+    flavour = resolve_flavour("auto", device)
+    rows = []
+    for label, a, b, block_a, block_b in _GEMMS:
+        formats = element_format(a, flavour), block_a, element_format(b, flavour), block_b
+        query = GemmQuery(device.type, *formats, _SIZE, _SIZE, _SIZE, torch.bfloat16)
+        rows.append((label, GEMM.choose(query).name, GEMM.explain(query)))
+    for label, element, block, mx in _CASTS:
+        fmt = element_format(element, flavour)
+        query = QuantizeQuery(device.type, torch.bfloat16, fmt, block, mx, noise=False, elements=_SIZE * _SIZE)
+        rows.append((label, QUANTIZE.choose(query).name, QUANTIZE.explain(query)))
+    return rows
