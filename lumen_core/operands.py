@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from lumen_core.kernels.gemm import gemm
 from lumen_core.kernels.reference import matmul_bf16
 from lumen_core.kernels.transpose import tensor_codes, transposed_codes, transposed_tensor_codes
 from lumen_core.rounding import stochastic_noise
-from lumen_core.tensor import QuantizedTensor, quantize, transpose_scale
+from lumen_core.tensor import QuantizedTensor, quantize, quantize_both, transpose_scale
 from lumen_core.wire import WireFormat
 
 # What the GEMMs take as a weight: its values, or the codes that a low-precision gather brought.
@@ -65,9 +66,10 @@ class LinearOperands:
         config = self.config
         low_fprop = config.fprop == "low"
         keep_codes = needs_wgrad and self.low_wgrad and config.low_precision_activations
-        one_cast = config.activation_block == TENSOR_BLOCK  # fprop and wgrad multiply the same codes
-        quantized = None
-        if config.quantize_activation and (low_fprop or (keep_codes and one_cast)):
+        quantized = kept = None
+        if keep_codes and not config.hadamard:
+            quantized, kept = self._both(x, config.activation_format, config.activation_block, INPUT, rows=low_fprop)
+        elif config.quantize_activation and low_fprop:
             quantized = self._activation(x)
 
         if not low_fprop:
@@ -79,8 +81,9 @@ class LinearOperands:
 
         if not keep_codes:
             return out, (x if needs_wgrad else None), None
-        saved = quantized if one_cast else self._activation_for_wgrad(x)
-        return out, saved.data, saved.scale
+        if kept is None:
+            kept = self._activation_for_wgrad(x)
+        return out, kept.data, kept.scale
 
     def backward(
         self,
@@ -104,14 +107,12 @@ class LinearOperands:
         config = self.config
         key = self.state.next_key() if config.stochastic_rounding and self.state is not None else config.seed
         low_dgrad = config.dgrad == "low" and config.quantize_activation
-        shared = None  # one cast serves both GEMMs where the whole tensor has one scale
-        if config.gradient_block == TENSOR_BLOCK and ((needs_dgrad and low_dgrad) or (needs_wgrad and self.low_wgrad)):
-            shared = self._gradient(grad, key, _DGRAD_STREAM)
+        rows, turned = self._gradients(grad, key, needs_dgrad and low_dgrad, needs_wgrad and self.low_wgrad)
 
         grad_x = grad_weight = None
         if needs_dgrad:
             if low_dgrad:
-                grad_x = self._low_dgrad(grad, weight, shared, key, x_dtype)
+                grad_x = self._low_dgrad(grad, weight, rows, key, x_dtype)
             elif config.dgrad == "low":
                 # Weight only: any axis will do, so the gradient belongs to the very weight that fprop multiplied.
                 grad_x = matmul_bf16(grad, self._weight(weight).dequantize(grad.dtype).t(), x_dtype)
@@ -120,7 +121,7 @@ class LinearOperands:
         if needs_wgrad:
             if self.low_wgrad:
                 x = self._saved_activation(saved, saved_scale, x_shape)
-                grad_weight = self._low_wgrad(grad, x, shared, key, weight.dtype)
+                grad_weight = gemm(turned, x, weight.dtype)
             else:
                 grad_weight = matmul_bf16(grad.t(), saved.t(), weight.dtype)
         return grad_x, grad_weight
@@ -131,33 +132,39 @@ class LinearOperands:
         self,
         grad: torch.Tensor,
         weight: Weight,
-        shared: QuantizedTensor | None,
+        rows: QuantizedTensor | None,
         key: torch.Tensor | int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         if self.config.weight_block == ROW_BLOCK:
             # dx = Q(g diag(s)) W_q: the row scales s lie along N, which dgrad contracts, where no row-wise GEMM can
             # apply them. They move into the gradient before it is quantized per token: one copy of the weight serves.
-            rows = self._weight(weight)
-            folded = self._gradient(grad.to(torch.float32) * rows.scale.t(), key, _DGRAD_STREAM)
-            codes = replace(rows, scale=torch.ones((), device=weight.device), block=TENSOR_BLOCK)
-            turned = self._turned(codes, grad) if isinstance(weight, WeightView) else codes.transpose()
-            return gemm(folded, turned, out_dtype)
-        if shared is None:
-            shared = self._gradient(grad, key, _DGRAD_STREAM)
-        return gemm(shared, self._weight_for_dgrad(weight, grad), out_dtype)
+            w = self._weight(weight)
+            folded = self._gradient(grad.to(torch.float32) * w.scale.t(), key, _DGRAD_STREAM)
+            codes = replace(w, scale=torch.ones((), device=weight.device), block=TENSOR_BLOCK)
+            return gemm(folded, self._turned(codes, grad), out_dtype)
+        return gemm(rows, self._weight_for_dgrad(weight, grad), out_dtype)
 
-    def _low_wgrad(
-        self,
-        grad: torch.Tensor,
-        x: QuantizedTensor,
-        shared: QuantizedTensor | None,
-        key: torch.Tensor | int,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        if shared is not None:
-            return gemm(shared.transpose(), x.transpose(), out_dtype)
-        return gemm(self._gradient(self._rotate(grad.t()), key, _WGRAD_STREAM), x, out_dtype)
+    def _gradients(
+        self, grad: torch.Tensor, key: torch.Tensor | int, dgrad: bool, wgrad: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """The gradient as dgrad multiplies it, `[M, N]`, and as wgrad does, `[N, M]`; None where not asked for."""
+        config = self.config
+        rows = turned = None
+        separate = dgrad and config.weight_block == ROW_BLOCK  # dgrad has a gradient of its own, see `_low_dgrad`
+        if config.stochastic_rounding or config.hadamard:
+            if (dgrad and not separate) or (wgrad and config.gradient_block == TENSOR_BLOCK):
+                rows = self._gradient(grad, key, _DGRAD_STREAM)
+            if wgrad and config.gradient_block == TENSOR_BLOCK:
+                turned = rows.transpose()  # one cast serves both, and is rounded once
+            elif wgrad:
+                turned = self._gradient(self._rotate(grad.t()), key, _WGRAD_STREAM)
+        elif wgrad:
+            direct = dgrad and not separate
+            rows, turned = self._both(grad, config.gradient_format, config.gradient_block, GRADIENT, rows=direct)
+        elif dgrad and not separate:
+            rows = self._gradient(grad, key, _DGRAD_STREAM)
+        return rows, turned
 
     # --- operands -----------------------------------------------------------------------------------------------------
 
@@ -166,10 +173,11 @@ class LinearOperands:
         return self._quantize(x, config.activation_format, config.activation_block, INPUT)
 
     def _activation_for_wgrad(self, x: torch.Tensor) -> QuantizedTensor:
-        """The activation as wgrad multiplies it, `[K, M]`; for one scale a tensor the codes as fprop has them."""
-        if self.config.activation_block == TENSOR_BLOCK:
-            return self._activation(x)
-        return self._activation(self._rotate(x.t()))
+        """The activation as wgrad multiplies it, `[K, M]`."""
+        config = self.config
+        if config.hadamard:
+            return self._activation(self._rotate(x.t()))
+        return self._both(x, config.activation_format, config.activation_block, INPUT, rows=False)[1]
 
     def _saved_activation(
         self, saved: torch.Tensor, scale: torch.Tensor | None, x_shape: tuple[int, int]
@@ -181,8 +189,7 @@ class LinearOperands:
         m, k = x_shape
         if config.hadamard:
             m += -m % HADAMARD_BLOCK
-        shape = (m, k) if config.activation_block == TENSOR_BLOCK else (k, m)
-        return QuantizedTensor(saved, scale, fmt, config.activation_block, shape)
+        return QuantizedTensor(saved, scale, fmt, config.activation_block, (k, m))
 
     def _weight(self, weight: Weight) -> QuantizedTensor:
         """The weight as fprop multiplies it, `[N, K]`."""
@@ -194,12 +201,12 @@ class LinearOperands:
         """The weight as dgrad multiplies it, `[K, N]`, blocked along N."""
         if isinstance(weight, WeightView):
             return self._gathered_for_dgrad(weight, grad)
-        rows, columns = self.config.weight_block
-        if rows == columns:
-            return self._weight(weight).transpose()
-        if self.config.dgrad_weight == "from_rows":
+        config = self.config
+        if config.weight_block[0] == config.weight_block[1] != 0:
+            return self._turned(self._weight(weight), grad)
+        if config.dgrad_weight == "from_rows":
             weight = self._weight(weight).dequantize()
-        return self._weight(weight.t())
+        return self._both(weight, config.weight_format, config.weight_block, WEIGHT, rows=False)[1]
 
     def _gathered_for_dgrad(self, weight: WeightView, grad: torch.Tensor) -> QuantizedTensor:
         """The same from gathered codes; what is made of them waits for `grad`, see `kernels.transpose`."""
@@ -266,19 +273,27 @@ class LinearOperands:
     def _quantize(
         self, x: torch.Tensor, name: str, block: tuple[int, int], role: int, noise: torch.Tensor | None = None
     ) -> QuantizedTensor:
+        return quantize(x, element_format(name, self.flavour), block, noise=noise, **self._options(x, role))
+
+    def _both(
+        self, x: torch.Tensor, name: str, block: tuple[int, int], role: int, *, rows: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor]:
+        """`x` (with `rows`) and its transpose, each quantized along its last dimension."""
+        fmt = element_format(name, self.flavour)
+        if fmt.packed:  # no kernel turns half bytes
+            first = self._quantize(x, name, block, role) if rows else None
+            return first, self._quantize(x.t(), name, block, role)
+        return quantize_both(x, fmt, block, rows=rows, **self._options(x, role))
+
+    def _options(self, x: torch.Tensor, role: int) -> dict[str, Any]:
         config = self.config
-        amax = self.state.amax(role, x, self.record) if config.scaling == "delayed" else None
-        return quantize(
-            x,
-            element_format(name, self.flavour),
-            block,
-            mx=config.is_mx,
-            rounding=config.scale_rounding,
-            margin=config.margin,
-            pow2=config.pow2_scale,
-            amax=amax,
-            noise=noise,
-        )
+        return {
+            "mx": config.is_mx,
+            "rounding": config.scale_rounding,
+            "margin": config.margin,
+            "pow2": config.pow2_scale,
+            "amax": self.state.amax(role, x, self.record) if config.scaling == "delayed" else None,
+        }
 
 
 def _values(weight: Weight) -> torch.Tensor:

@@ -101,3 +101,34 @@ def quantize(
 
         data, scale = kernels.quantize(x, fmt, block, **options)
     return QuantizedTensor(data, scale, fmt, block, (x.shape[0], x.shape[1]))
+
+
+def quantize_both(
+    x: torch.Tensor,
+    fmt: ElementFormat,
+    block: tuple[int, int],
+    *,
+    rows: bool = True,
+    mx: bool = False,
+    rounding: str = "ceil",
+    margin: int = 0,
+    pow2: bool = False,
+    amax: torch.Tensor | None = None,
+) -> tuple[QuantizedTensor | None, QuantizedTensor]:
+    """Quantize a matrix and its transpose, each along its last dimension, from one read where a kernel is there.
+
+    Args:
+        x: `[R, C]`, any float dtype.
+        rows: False leaves out the first (None).
+        others: as in `quantize`.
+
+    Returns:
+        `[R, C]` and `[C, R]`.
+    """
+    from lumen_core.kernels import quantize_both as kernels  # as above
+
+    x, (r, c) = x.contiguous(), x.shape
+    options = {"mx": mx, "rounding": rounding, "margin": margin, "pow2": pow2, "amax": amax}
+    first, turned = kernels.quantize_both(x, fmt, block, rows=rows, **options)
+    straight = None if first is None else QuantizedTensor(*first, fmt, block, (r, c))
+    return straight, QuantizedTensor(*turned, fmt, block, (c, r))

@@ -1,4 +1,4 @@
-"""`lumen-bench gemm`, `quantize` and `fsdp2`: how fast a quantized layer and a sharded step are on this machine.
+"""`lumen-bench gemm | quantize | layer | fsdp2`: how fast casts, products, a block and a sharded step are here.
 
 Medians of single runs; on a GPU timed by events, with the L2 cache flushed before each. Compare numbers of
 one run only.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from launch.bench import fsdp2, gemm, quantize
+from launch.bench import fsdp2, gemm, layer, quantize
 from launch.bench.timing import Stopwatch
 from lumen_core.config import QuantConfig
 from lumen_core.diagnostics.doctor import describe, torch_build
@@ -54,13 +54,14 @@ def _recipe(text: str) -> QuantConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lumen-bench", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
+    every = argparse.ArgumentParser(add_help=False)
+    every.add_argument("--device", type=_device, help="default: the GPU if there is one")
+    every.add_argument("--iters", type=_positive, help="timed runs (GPU 20, CPU 5)")
+    every.add_argument("--json", type=Path, metavar="FILE", help="also write everything to FILE")
+    shared = argparse.ArgumentParser(add_help=False, parents=[every])
     shared.add_argument("--m", type=_positive, help="tokens (GPU 8192, CPU 512)")
     shared.add_argument("--k", type=_positive, help="input features (GPU 4096, CPU 512)")
-    shared.add_argument("--device", type=_device, help="default: the GPU if there is one")
     shared.add_argument("--dtype", choices=DTYPES, default="bf16", help="of what is quantized (%(default)s)")
-    shared.add_argument("--iters", type=_positive, help="timed runs (GPU 20, CPU 5)")
-    shared.add_argument("--json", type=Path, metavar="FILE", help="also write everything to FILE")
     one = commands.add_parser("gemm", parents=[shared], help="TFLOP/s of the three GEMMs of each recipe")
     one.add_argument("--n", type=_positive, help="output features (GPU 4096, CPU 512)")
     one.add_argument(
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="torch.compile the casts, torchao's too (GPU yes, CPU no)",
     )
+    layer.add_arguments(commands, every)
     fsdp2.add_arguments(commands)
     return parser
 
@@ -97,10 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.json.touch()
         except OSError as error:
             parser.error(f"--json {options.json}: {error.strerror}")
-    m = options.m or (8192 if gpu else 512)
-    k = options.k or (4096 if gpu else 512)
     watch = Stopwatch(device, options.iters or (20 if gpu else 5))
-    dtype = DTYPES[options.dtype]
     report: dict[str, Any] = {
         "command": shlex.join(["lumen-bench", *argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -109,27 +108,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         "threads": torch.get_num_threads(),
         "versions": {name: version for name, version in versions().items() if version is not None},
         "iterations": watch.iterations,
-        "m": m,
-        "k": k,
-        "dtype": options.dtype,
     }
-    if options.command == "gemm":
-        report["n"] = options.n or (4096 if gpu else 512)
-        try:
-            bf16, rows = gemm.measure(options.recipes, m, report["n"], k, dtype, watch)
-        except ValueError as error:  # a recipe that quantizes nothing in a single layer, say
-            parser.error(str(error))
-        report |= {"bf16_tflops": bf16, "rows": rows}
-        text = show_gemm(report)
-    else:
-        compiled = gpu if options.compile is None else options.compile
-        copy, rows = quantize.measure(options.casts, m, k, dtype, watch, compiled=compiled)
-        report |= {"compiled": compiled, "copy_bytes_per_second": copy, "rows": rows}
-        text = show_quantize(report)
+    try:
+        text = {"gemm": _gemm, "quantize": _quantize, "layer": _layer}[options.command](options, watch, report)
+    except ValueError as error:  # a recipe that quantizes nothing in a single layer, say
+        parser.error(str(error))
     print(text)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def _sizes(options: argparse.Namespace, report: dict[str, Any], gpu: bool, *names: str) -> None:
+    for name in names:
+        report[name] = getattr(options, name) or ((8192 if name == "m" else 4096) if gpu else 512)
+    report["dtype"] = options.dtype
+
+
+def _gemm(options: argparse.Namespace, watch: Stopwatch, report: dict[str, Any]) -> str:
+    _sizes(options, report, watch.device.type != "cpu", "m", "n", "k")
+    sizes = report["m"], report["n"], report["k"]
+    report["bf16_tflops"], report["rows"] = gemm.measure(options.recipes, *sizes, DTYPES[options.dtype], watch)
+    return show_gemm(report)
+
+
+def _quantize(options: argparse.Namespace, watch: Stopwatch, report: dict[str, Any]) -> str:
+    gpu = watch.device.type != "cpu"
+    _sizes(options, report, gpu, "m", "k")
+    report["compiled"] = gpu if options.compile is None else options.compile
+    report["copy_bytes_per_second"], report["rows"] = quantize.measure(
+        options.casts, report["m"], report["k"], DTYPES[options.dtype], watch, compiled=report["compiled"]
+    )
+    return show_quantize(report)
+
+
+def _layer(options: argparse.Namespace, watch: Stopwatch, report: dict[str, Any]) -> str:
+    layer.complete(options, watch.device.type != "cpu")
+    report |= {name: getattr(options, name) for name in ("batch", "tokens", "hidden", "ffn")}
+    report["rows"] = layer.measure(options, watch)
+    sizes = f"{options.batch} x {options.tokens} tokens, {options.hidden} x {options.ffn}, bf16"
+    return "\n".join([_heading(report), sizes, layer.show(report["rows"])])
 
 
 def _heading(report: dict[str, Any]) -> str:

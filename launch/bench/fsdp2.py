@@ -7,26 +7,25 @@ the others go on.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import lumen_core.quantize as quant
+from launch.bench.blocks import Block, one_attention, rotations
 from lumen_core.comm.collectives import C10dCollectives
 from lumen_core.comm.meter import KINDS, METER
 from lumen_core.diagnostics.text import table
@@ -47,30 +46,6 @@ ROWS: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "mxfp8": ("lumen", ("mxfp8", None)),
     "mxfp4": ("lumen", ("mxfp4", None)),
 }
-HEADS, KV_HEADS = 32, 8
-
-
-class Block(nn.Module):
-    """A Llama block with fused qkv and gate-up projections: four linear layers."""
-
-    def __init__(self, hidden: int, ffn: int) -> None:
-        super().__init__()
-        self.head = hidden // HEADS
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkv = nn.Linear(hidden, (HEADS + 2 * KV_HEADS) * self.head, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
-        self.gate_up = nn.Linear(hidden, 2 * ffn, bias=False)
-        self.down = nn.Linear(ffn, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        batch, tokens, hidden = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, tokens, HEADS + 2 * KV_HEADS, self.head).transpose(1, 2)
-        q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
-        q, k = (t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, hidden))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
 
 
 class Stack(nn.Module):
@@ -108,7 +83,7 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     one.add_argument("--tokens", type=int, help="a rank and step (GPU 8192, CPU 64)")
     one.add_argument("--hidden", type=int, help="width, a multiple of 64 (GPU 4096, CPU 256)")
     one.add_argument("--ffn", type=int, help="width of the MLP (GPU 14336, CPU 512)")
-    one.add_argument("--master", choices=("bf16", "fp32"), default="bf16", help="parameters (%(default)s)")
+    one.add_argument("--master", choices=("bf16", "fp32"), default="fp32", help="parameters (%(default)s)")
     one.add_argument("--iters", type=int, default=8, help="steps in a timed stretch of three (%(default)s)")
     one.add_argument("--warmup", type=int, default=4, help="steps before, compilation included (%(default)s)")
     one.add_argument("--compile", action=argparse.BooleanOptionalAction, help="each block (GPU yes, CPU no)")
@@ -210,11 +185,8 @@ def _measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: t
     torch.manual_seed(0)
     model, after = _build(name, options, mesh, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
-    head = options.hidden // HEADS
-    frequencies = 500000.0 ** (-torch.arange(0, head, 2, device=device) / head)
-    angle = torch.arange(options.tokens, device=device)[:, None] * frequencies
-    cos, sin = (f(torch.cat((angle, angle), -1)).to(torch.bfloat16) for f in (torch.cos, torch.sin))
-    x = torch.randn(1, options.tokens, options.hidden, device=device, dtype=torch.bfloat16)
+    cos, sin = rotations(options.tokens, options.hidden, device)
+    x = torch.randn(1, options.tokens, options.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def step() -> None:
         model(x, cos, sin).float().square().mean().backward()
@@ -222,7 +194,7 @@ def _measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: t
         optimizer.zero_grad()
         after()
 
-    with _one_attention(device):
+    with one_attention(device):
         _communicate_by(model, mesh, LumenAllGather, LumenReduceScatter)  # which count, for all rows alike
         for _ in range(options.warmup):
             step()
@@ -273,15 +245,6 @@ def _timed(step: Callable[[], None], iterations: int, device: torch.device) -> f
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def _one_attention(device: torch.device) -> Iterator[None]:
-    """The same attention kernel for all rows: left to itself, torch may choose another for another row."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
-        yield
 
 
 def show(report: dict[str, Any], options: argparse.Namespace) -> str:

@@ -84,3 +84,10 @@ def cast(name: str, x: torch.Tensor, compiled: bool) -> Work | None:
     else:
         return None
     return lambda: function(x)
+
+
+def convert(model: torch.nn.Module, name: str) -> None:
+    """Put torchao's float8 training on all linears of `model`: `tensorwise`, `rowwise` or `rowwise_with_gw_hp`."""
+    from torchao import float8
+
+    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name(name))

@@ -12,6 +12,8 @@ from lumen_core.tensor import QuantizedTensor
 from lumen_core.tracing import as_dtype, constant_when_traced, is_zero
 
 _ALIGNMENT = 16  # elements; both libraries refuse other sizes of the two matrix dimensions they check
+_BLOCK = 128  # of the block-scaled kernels
+_BLOCKS = ((1, _BLOCK), (_BLOCK, _BLOCK))
 _CPU_SUPPORT: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype], bool] = {}
 
 
@@ -41,7 +43,7 @@ def _runs_on_cpu(a: torch.dtype, b: torch.dtype, row: bool, out_dtype: torch.dty
 def unsupported(q: GemmQuery) -> str | None:
     """Why this product cannot run here, or None where it can."""
     if any(block not in (TENSOR_BLOCK, ROW_BLOCK) for block in (q.a_block, q.b_block)):
-        return "scales vary along the contraction"
+        return _blocks_unsupported(q)
     if q.a_fmt.packed or q.b_fmt.packed:
         return "4-bit elements"
     if q.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -65,12 +67,36 @@ def unsupported(q: GemmQuery) -> str | None:
     return None
 
 
+@constant_when_traced
+def _has_block_scaling() -> bool:
+    """cuBLASLt 12.9 and newer, on Hopper only."""
+    if torch.version.cuda is None or tuple(int(part) for part in torch.version.cuda.split(".")[:2]) < (12, 9):
+        return False
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+def _blocks_unsupported(q: GemmQuery) -> str | None:
+    if q.a_block not in _BLOCKS or q.b_block not in _BLOCKS or q.a_block == q.b_block == _BLOCKS[1]:
+        return "scales vary along the contraction"
+    if q.a_fmt.packed or q.a_fmt.name != "e4m3" or q.a_fmt != q.b_fmt or q.a_fmt.flavour != "ocp":
+        return "block scales come with E4M3 elements"
+    if q.device_type != "cuda" or not _has_block_scaling():
+        return "block scales need cuBLASLt 12.9 on Hopper"
+    if q.out_dtype not in (torch.bfloat16, torch.float32):
+        return f"output dtype {q.out_dtype}"
+    if q.n % _ALIGNMENT or q.m % 4:
+        return f"M={q.m} must be a multiple of 4 and N={q.n} of {_ALIGNMENT}"
+    return None
+
+
 def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False) -> torch.Tensor:
     """`a @ b.T`: `[M, C] x [N, C] -> [M, N]` in `out_dtype`.
 
     Args:
         fast_accum: let NVIDIA's tensor cores keep fewer bits of the running sum.
     """
+    if a.block in _BLOCKS:
+        return _block_gemm(a, b, out_dtype)
     a_data, b_data = _fill_contraction(a.data), _fill_contraction(b.data)
     scale_a, scale_b = a.scale, b.scale
     dtype = out_dtype
@@ -91,11 +117,34 @@ def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_ac
     return as_dtype(out, out_dtype)
 
 
-def _fill_contraction(codes: torch.Tensor) -> torch.Tensor:
+def _block_gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """The block-scaled product, which the library gives in bf16 only."""
+    out = torch._scaled_mm(
+        _fill_contraction(a.data, _BLOCK),
+        _fill_contraction(b.data, _BLOCK).t(),
+        scale_a=_block_scale(a),
+        scale_b=_block_scale(b).t(),
+        out_dtype=torch.bfloat16,
+    )
+    return as_dtype(out, out_dtype)
+
+
+def _block_scale(q: QuantizedTensor) -> torch.Tensor:
+    """Scales `[rows or blocks of rows, blocks]` as the library reads them.
+
+    One row of scales a block of the contraction for 1x128, one column for 128x128, padded to four blocks.
+    """
+    if q.block[0] == 1:
+        return q.scale.t().contiguous().t()
+    blocks = q.scale.shape[1]
+    return q.scale if blocks % 4 == 0 else F.pad(q.scale, (0, -blocks % 4))[:, :blocks]
+
+
+def _fill_contraction(codes: torch.Tensor, multiple: int = _ALIGNMENT) -> torch.Tensor:
     """Zero codes up to the next aligned size: they add nothing, and an odd token count keeps the fast kernel."""
     if codes.device.type == "cpu":
         return codes
-    pad = -codes.shape[1] % _ALIGNMENT
+    pad = -codes.shape[1] % multiple
     if is_zero(pad):
         return codes
     return F.pad(codes.view(torch.uint8), (0, pad)).view(codes.dtype)

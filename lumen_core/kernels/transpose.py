@@ -46,7 +46,7 @@ def _transposed_codes(codes: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         from lumen_core.kernels.triton.retile import transpose_bytes
 
         return transpose_bytes(codes)
-    return codes.t().contiguous()
+    return codes.t().clone(memory_format=torch.contiguous_format)  # contiguous() gives one row back as it is
 
 
 @_transposed_codes.register_fake

@@ -39,7 +39,7 @@ _ROW_ONE_PASS = 16384  # longest row kept in registers between its amax and its 
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
@@ -68,7 +68,7 @@ def unsupported(q: QuantizeQuery) -> str | None:
         return "needs a GPU"
     if torch.compiler.is_compiling():
         return "torch.compile fuses the reference"
-    if not _has_triton():
+    if not has_triton():
         return "triton is not installed"
     reason = format_unsupported(q.fmt, _arch())
     if reason is not None:
