@@ -166,7 +166,9 @@ class Head(Both):
         fmt = element_format("e4m3")
         amax = x.float().view(x.shape[0], -1, 32).abs().amax(-1)
         # Rounded as if the element had FP4's single bit of mantissa, and not saturated after.
-        byte = casts.e8m0_from_amax(((amax.view(torch.int32) + 0x200000) & 0x7F800000).view(torch.float32), fmt, "floor")
+        byte = casts.e8m0_from_amax(
+            ((amax.view(torch.int32) + 0x200000) & 0x7F800000).view(torch.float32), fmt, "floor"
+        )
         values = x.float() / casts.e8m0_decode(byte).repeat_interleave(32, -1)
         return torch.where(values.abs() > 464, float("nan"), values).to(quant_dtype), byte
 

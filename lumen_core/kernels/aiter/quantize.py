@@ -187,8 +187,8 @@ def _significand(n: int) -> int:
 
 
 def _fp4_sample() -> list[torch.Tensor]:
-    """A matrix with zeros, large and small rows, and values halfway between two codes."""
+    """A matrix with zeros, large and small rows (within fp16), and values halfway between two codes."""
     generator = torch.Generator().manual_seed(0)
-    random = torch.randn(24, 128, generator=generator) * torch.logspace(-12, 12, 24)[:, None]
+    random = torch.randn(24, 128, generator=generator) * torch.logspace(-6, 4, 24)[:, None]
     ties = torch.arange(-24, 24).to(torch.float32).repeat(3)[:128] / 4
     return [torch.cat((random, ties[None], torch.zeros(1, 128)))]
