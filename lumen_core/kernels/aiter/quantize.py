@@ -9,8 +9,8 @@ Most do not, as their sources say, and are passed over with the reason:
 - HIP casts at a given scale turn NaN into the largest number, so that a delayed scale would hide it.
 
 What is left: one scale a tensor from its own amax, which we compute (NaN then arrives in the scale), and MXFP4 by
-`even`, with NaN put into the scale. Whether they round as we do is tried once on the device, with values halfway between
-two codes: some builds take an approximate reciprocal of the scale, which is right for powers of two only.
+`even`, with NaN put into the scale. Whether they round as we do is tried once on the device, with values halfway
+between two codes: some builds take an approximate reciprocal of the scale, which is right for powers of two only.
 
 Values below the fp32 normal range may count as 0, and amax must lie below 1.75 * 2**127.
 """
