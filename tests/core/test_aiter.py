@@ -264,7 +264,10 @@ def test_mxfp4_by_even_has_our_bits(generation):
         ({"fmt": element_format("e4m3", "fnuz")}, "FNUZ elements on gfx950"),
         ({"block": ROW}, "its scale of a row is one unit off ours, and 0 for zeros"),
         ({"block": CODES}, "its scale of a block is one unit off ours, and at least 1e-10 / max"),
-        ({"block": MX, "mx": True}, "its MXFP8 casts raise amax to 1e-10 (HIP) or do not saturate (Triton)"),
+        (
+            {"block": MX, "mx": True},
+            "its MXFP8 casts raise amax to 1e-10 (HIP) or double the scale of an exact 448 (Triton)",
+        ),
     ],
     ids=str,
 )

@@ -81,13 +81,11 @@ def test_an_interrupt_is_not_swallowed(rocm):
 def test_a_call_that_fails_says_which_and_on_what(error):
     """Neither the end of the process nor a silent fall to the next candidate."""
     with fake.installed("wheel", "gfx950", call_error=error), probe.pretend("gfx950"):
-        expected = OSError if isinstance(error, OSError) else RuntimeError
-        with pytest.raises(expected) as caught:
+        with pytest.raises(RuntimeError) as caught:
             gemms.gemm(ones(), ones(), torch.bfloat16)
-    if expected is RuntimeError:
-        assert "gemm by aiter failed on GemmQuery(" in str(caught.value) and str(error) in str(caught.value)
-    if isinstance(error, SystemExit):
-        assert "AITER could not build gemm_a8w8: SystemExit: 1" in str(caught.value)
+    text = str(caught.value)
+    assert "gemm by aiter failed on GemmQuery(" in text and str(error) in text
+    assert isinstance(error, RuntimeError) or f"could not build gemm_a8w8: {type(error).__name__}: {error}" in text
 
 
 def test_missing_functions_and_parameters_are_reasons(monkeypatch):

@@ -1,8 +1,8 @@
 """A strict stand-in for AITER on a CPU, in two generations: the wheel on PyPI, and the head of the repository.
 
-It computes with fp32 torch, returns tensors without a gradient, and refuses what the real one refuses as well as what it
-gets silently wrong. Signatures are those of the sources (tests/contract/test_aiter.py compares them); the arithmetic and
-the rules were read there. Shuffled operands are unshuffled, so that a forgotten shuffle gives wrong numbers.
+It computes with fp32 torch, returns tensors without a gradient, and refuses what the real one refuses as well as what
+it gets silently wrong. Signatures are those of the sources (tests/contract/test_aiter.py compares them); the arithmetic
+and the rules were read there. Shuffled operands are unshuffled, so that a forgotten shuffle gives wrong numbers.
 
 `installed()` lets `import aiter` find it; as with the real one, most functions hide their parameters behind
 `(*args, **kwargs)`, and an operator registered with torch tells them.
@@ -165,12 +165,9 @@ class Head(Both):
         _check(x.shape[-1] % 32 == 0, "last dim must be a multiple of 32")
         fmt = element_format("e4m3")
         amax = x.float().view(x.shape[0], -1, 32).abs().amax(-1)
-        # Rounded as if the element had FP4's single bit of mantissa, and not saturated after.
-        byte = casts.e8m0_from_amax(
-            ((amax.view(torch.int32) + 0x200000) & 0x7F800000).view(torch.float32), fmt, "floor"
-        )
-        values = x.float() / casts.e8m0_decode(byte).repeat_interleave(32, -1)
-        return torch.where(values.abs() > 464, float("nan"), values).to(quant_dtype), byte
+        rounded = ((amax.view(torch.int32) + 0x200000) & 0x7F800000).view(torch.float32)  # up from 1.75 on
+        byte = casts.e8m0_from_amax(rounded, fmt, "floor")
+        return (x.float() / casts.e8m0_decode(byte).repeat_interleave(32, -1)).to(quant_dtype), byte
 
 
 GENERATIONS = {"wheel": Wheel, "head": Head}

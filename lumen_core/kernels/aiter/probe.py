@@ -195,8 +195,8 @@ def _find(name: str, known: State) -> Callable[..., Any] | str:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return found(*args, **kwargs)
-        except SystemExit as error:  # a failed build of one generation: an error of this kernel, not the end of the run
-            raise RuntimeError(f"AITER could not build {name}: SystemExit: {error}") from error
+        except (SystemExit, OSError) as error:  # a failed build is an error of this kernel, not the end of the run
+            raise RuntimeError(f"AITER could not build {name}: {type(error).__name__}: {error}") from error
 
     return call
 

@@ -4,7 +4,8 @@ Most do not, as their sources say, and are passed over with the reason:
 
 - per row, per 1x128: the scale is amax times a rounded 1/max, one unit off `amax / max`; a row of zeros gets scale 0
   and NaN or no NaN by its width, a block's amax is raised to 1e-10, so that small gradients lose bits;
-- MXFP8: the HIP cast raises amax to 1e-10 as well; the Triton one rounds scales as FP4's and does not saturate;
+- MXFP8: the HIP cast raises amax to 1e-10 as well; the Triton one has our `ceil` scales, but doubles them where amax is
+  the largest code times a power of two, and passes over NaN;
 - MXFP4: the same floor in HIP; the Triton one has our `even` scales and our codes, but passes over NaN;
 - HIP casts at a given scale turn NaN into the largest number, so that a delayed scale would hide it.
 
@@ -72,7 +73,7 @@ def _operand_reason(q: QuantizeQuery) -> str | None:
 
 def _fp8_reason(q: QuantizeQuery) -> str | None:
     if q.mx:
-        return "its MXFP8 casts raise amax to 1e-10 (HIP) or do not saturate (Triton)"
+        return "its MXFP8 casts raise amax to 1e-10 (HIP) or double the scale of an exact 448 (Triton)"
     if q.block == ROW_BLOCK:
         return "its scale of a row is one unit off ours, and 0 for zeros"
     if q.block != TENSOR_BLOCK:
