@@ -19,6 +19,7 @@ import torch
 from lumen_core.diagnostics.text import table
 from lumen_core.diagnostics.versions import PACKAGES, versions
 from lumen_core.formats import arch_of, flavour_of
+from lumen_core.kernels.aiter import probe as aiter_probe
 from lumen_core.kernels.table import table as kernel_table
 
 TRAIN_PACKAGES = (
@@ -50,6 +51,7 @@ def examine(device: torch.device, *, probe_imports: bool = False) -> dict[str, A
         "platform": platform.platform(),
         "devices": [describe(torch.device("cuda", i)) for i in range(torch.cuda.device_count())],
         "device": describe(device),
+        "aiter": aiter_probe.describe(),
         "kernels": [],
         "check": [],
         "errors": [],
@@ -176,6 +178,7 @@ def render(report: dict[str, Any]) -> str:
         "\n".join(f"  {d['device']}: {d['name']} ({d['arch']}), {d['memory_gib']} GiB" for d in report["devices"]),
         f"device {device['device']}: {device['arch']}, FP8 flavour {device['flavour'].upper()}: {device['why']}",
     ]
+    parts.append(f"AITER: {report['aiter']}")
     kernels = []
     for row in report["kernels"]:
         skipped = [f"{c['name']}: {c['passed_over']}" for c in row["candidates"] if c["passed_over"] is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lumen_core.kernels import reference, scaled_mm
+from lumen_core.kernels.aiter import gemm as aiter_gemm
 from lumen_core.kernels.query import GemmQuery
 from lumen_core.kernels.registry import Candidate, Operation, always
 from lumen_core.tensor import QuantizedTensor
@@ -17,6 +18,8 @@ def _needs_gpu(query: GemmQuery) -> str | None:
 GEMM = Operation(
     "gemm",
     (
+        Candidate("aiter", aiter_gemm.unsupported, aiter_gemm.gemm),
+        Candidate("aiter_shuffled", aiter_gemm.shuffled_unsupported, aiter_gemm.gemm_shuffled),
         Candidate("scaled_mm", scaled_mm.unsupported, scaled_mm.gemm),
         Candidate("dequantize_bf16", _needs_gpu, reference.gemm_dequantize_bf16),
         Candidate("reference", always, reference.gemm),

@@ -32,6 +32,10 @@ class QuantizeQuery:
         mx: E8M0 scales rather than fp32.
         noise: rounded stochastically.
         plain: a `torch.Tensor` or `Parameter`, whose bytes a kernel may read, that autograd does not follow.
+        columns: length of a row.
+        rounding: how an E8M0 scale is rounded.
+        pow2: fp32 scales are powers of two.
+        given_amax: the scale comes from an amax that the caller brings.
     """
 
     device_type: str
@@ -42,3 +46,7 @@ class QuantizeQuery:
     noise: bool
     elements: int
     plain: bool = True
+    columns: int = 0
+    rounding: str = "ceil"
+    pow2: bool = False
+    given_amax: bool = False

@@ -42,6 +42,8 @@ def table(device: torch.device | str) -> list[tuple[str, str, list[tuple[str, st
         rows.append((label, GEMM.choose(query).name, GEMM.explain(query)))
     for label, element, block, mx in _CASTS:
         fmt = element_format(element, flavour)
-        query = QuantizeQuery(device.type, torch.bfloat16, fmt, block, mx, noise=False, elements=_SIZE * _SIZE)
+        query = QuantizeQuery(
+            device.type, torch.bfloat16, fmt, block, mx, noise=False, elements=_SIZE * _SIZE, columns=_SIZE
+        )
         rows.append((label, QUANTIZE.choose(query).name, QUANTIZE.explain(query)))
     return rows

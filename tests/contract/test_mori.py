@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
+import published
 import pytest
+from published import definitions
 
 from lumen_core.comm import mori
 
@@ -21,36 +20,8 @@ PLATFORM = ("--python-version", "3.10", "--platform", "manylinux_2_35_x86_64")
 
 @pytest.fixture(scope="module")
 def wheel() -> zipfile.ZipFile:
-    """The one wheel with `mori.ccl`, downloaded once (10 MB, no dependencies)."""
-    folder = Path(os.environ.get("LUMEN_WHEEL_CACHE") or Path.home() / ".cache" / "lumen-wheels")
-    pattern = f"amd_mori-{VERSION}-*.whl"
-    if not list(folder.glob(pattern)):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *PLATFORM]
-        command += ["--dest", str(folder), f"amd-mori=={VERSION}"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            pytest.skip(f"amd-mori {VERSION} is not in {folder} and cannot be downloaded: {error}")
-        if done.returncode:
-            why = done.stderr.strip().splitlines()
-            pytest.skip(f"amd-mori {VERSION} is not in {folder} and cannot be downloaded: {why[-1:]}")
-    return zipfile.ZipFile(next(folder.glob(pattern)))
-
-
-def definitions(source: str) -> dict[str, str]:
-    """Parameters, with defaults but without annotations, of the functions and the methods of classes in a file."""
-    found = {}
-    for node in ast.parse(source).body:
-        members = node.body if isinstance(node, ast.ClassDef) else [node]
-        for member in members:
-            if isinstance(member, ast.FunctionDef):
-                for argument in (*member.args.args, *member.args.kwonlyargs):
-                    argument.annotation = None
-                prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-                found[prefix + member.name] = ast.unparse(member.args)
-        if isinstance(node, ast.Assign):
-            found[ast.unparse(node.targets[0])] = ""
-    return found
+    """The one wheel with `mori.ccl` (10 MB)."""
+    return published.wheel("amd-mori", VERSION, *PLATFORM)
 
 
 def read(wheel: zipfile.ZipFile, name: str) -> str:

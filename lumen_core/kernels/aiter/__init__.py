@@ -1,0 +1,1 @@
+"""Bindings of AITER's kernels for AMD Instinct GPUs."""
