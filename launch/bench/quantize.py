@@ -1,7 +1,7 @@
 """Bandwidth of each cast from high precision to codes and scales, beside a plain copy and torchao's cast.
 
-Bytes are the least that the algorithm has to move: the input once (twice where the scale depends on the whole
-tensor, so that no value can be cast before all were seen), codes and scales once. A fraction of the copy's
+Bytes are the least that the algorithm has to move: the input once (twice where a scale depends on the whole tensor or
+on whole columns, so that no value can be cast before all were seen), codes and scales once. A fraction of the copy's
 bandwidth above what the byte count suggests means that a cache held the second read.
 """
 
@@ -18,13 +18,13 @@ from launch.bench import rivals
 from launch.bench.timing import Stopwatch
 from lumen_core.formats import element_format, resolve_flavour
 from lumen_core.rounding import stochastic_noise
-from lumen_core.tensor import quantize
+from lumen_core.tensor import quantize, quantize_both
 
 
 @dataclass(frozen=True)
 class Cast:
-    """One way to quantize: element format, block, kind of scale, reads of the input, what decides the
-    rounding.
+    """One way to quantize: element format, block, kind of scale, reads of the input, what decides the rounding, and
+    whether the matrix alone is quantized, or its transpose too (`both`).
     """
 
     element: str
@@ -33,6 +33,7 @@ class Cast:
     reads: int = 1
     known_amax: bool = False
     stochastic: bool = False
+    both: bool = False
 
 
 CASTS: dict[str, Cast] = {
@@ -45,6 +46,11 @@ CASTS: dict[str, Cast] = {
     "mxfp8 32x32": Cast("e4m3", (32, 32), mx=True),
     "mxfp4 1x32": Cast("e2m1", (1, 32), mx=True),
     "mxfp4 1x32 stochastic": Cast("e2m1", (1, 32), mx=True, stochastic=True),
+    "tensor both": Cast("e4m3", (0, 0), reads=2, both=True),
+    "tensor both, amax known": Cast("e4m3", (0, 0), known_amax=True, both=True),
+    "row both": Cast("e4m3", (1, 0), reads=2, both=True),
+    "1x128 both": Cast("e4m3", (1, 128), both=True),
+    "mxfp8 1x32 both": Cast("e4m3", (1, 32), mx=True, both=True),
 }
 
 
@@ -65,7 +71,8 @@ def measure(
     for name in names:
         function = work(CASTS[name], x, compiled)
         result = function()
-        size = sum(t.numel() * t.element_size() for t in (result.data, result.scale))
+        parts = [t for q in (result if CASTS[name].both else (result,)) for t in (q.data, q.scale)]
+        size = sum(t.numel() * t.element_size() for t in parts)
         size += CASTS[name].reads * x.numel() * x.element_size()
         seconds = watch.seconds(function)
         rival, reason = rivals.attempt(lambda n=name: rivals.cast(n, x, compiled))
@@ -85,6 +92,8 @@ def work(cast: Cast, x: torch.Tensor, compiled: bool) -> partial[Any]:
         torch.compiler.reset()  # all casts share one function: past eight of them the compiler would run it eagerly
 
     def function(t: torch.Tensor) -> Any:
+        if cast.both:
+            return quantize_both(t, fmt, cast.block, mx=cast.mx, amax=amax)
         noise = stochastic_noise((t.shape[0], t.shape[1]), 0, t.device) if cast.stochastic else None
         return quantize(t, fmt, cast.block, mx=cast.mx, amax=amax, noise=noise)
 

@@ -86,6 +86,11 @@ def test_quantize_report(device: torch.device, tmp_path: Path, capsys: pytest.Ca
         "mxfp8 32x32": 3 * values + values // 1024,
         "mxfp4 1x32": 2 * values + values // 2 + values // 32,
         "mxfp4 1x32 stochastic": 2 * values + values // 2 + values // 32,
+        "tensor both": 2 * 2 * values + 2 * (values + 4),
+        "tensor both, amax known": 2 * values + 2 * (values + 4),
+        "row both": 2 * 2 * values + 2 * values + 4 * (256 + 512),
+        "1x128 both": 2 * values + 2 * (values + 4 * values // 128),
+        "mxfp8 1x32 both": 2 * values + 2 * (values + values // 32),
     }
     assert {r["cast"]: r["bytes"] for r in found["rows"]} == least
     for row in found["rows"]:
