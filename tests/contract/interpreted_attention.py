@@ -9,9 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import interpreted  # first: it sets TRITON_INTERPRET
 import torch
+from triton import language as tl
+from triton.runtime import interpreter
 
 from lumen_core.attention_bounds import dense_bounds, document_bounds, position_bounds
 from lumen_core.kernels import attention_reference as reference
@@ -64,9 +67,22 @@ def check(recipe: str, flavour: str, width: int, heads: int, kv_heads: int, stri
     return count
 
 
+def patch() -> None:
+    """The interpreter multiplies the bit patterns of bf16 as integers: give it their values, in fp32."""
+    theirs = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (self.create_fp_to_fp(x, tl.float32, None) for x in (a, b))
+        return theirs(self, a, b, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreted.patch()
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    interpreted.patch()
+    patch()
     attention.on_device_of = lambda x: nullcontext()
     # Several blocks and phases of a short sequence.
     attention.blocks = lambda kernel, recipe, width: ({"BM": 32, "BN": 32}, {})
