@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,19 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+def ptxas(kernel: Any) -> str:
+    """What the assembler says about registers."""
+    from triton import knobs
+
+    tool = knobs.nvidia.ptxas.path
+    command = [tool, "-v", "--gpu-name=sm_90a", "-o", "/tmp/h_attn.cubin", "-"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        done = subprocess.run([*command[:-1], file.name], capture_output=True, text=True, timeout=100)
+    return done.stderr
+
+
 if __name__ == "__main__":
     import itertools, time
     arches = sys.argv[1].split(","); widths=[int(x) for x in sys.argv[2].split(",")]; recs=sys.argv[3].split(",")
@@ -79,7 +93,7 @@ if __name__ == "__main__":
         c=compiled(n,r,w,arch)
         if arch.startswith("gfx"):
             l=c.asm["amdgcn"]
-            print(arch,w,r,n,"spill",re.findall(r"\.vgpr_spill_count:\s*(\d+)", l),"lds",re.findall(r"\.group_segment_fixed_size:\s*(\d+)", l),"vgpr",re.findall(r"\.vgpr_count:\s*(\d+)", l),"mfma",sorted(set(re.findall(r"v_mfma_\w+",l))),len(l.splitlines()),round(time.time()-t,1),flush=True)
+            print(arch,w,r,n,"spill",re.findall(r"\.vgpr_spill_count:\s*(\d+)", l),"lds",c.metadata.shared,"vgpr",re.findall(r"\.vgpr_count:\s*(\d+)", l),"mfma",sorted(set(re.findall(r"v_mfma_\w+",l))),len(l.splitlines()),round(time.time()-t,1),flush=True)
         else:
             l=c.asm["ptx"]
-            print(arch,w,r,n,"smem",c.metadata.shared,"mma",sorted(set(re.findall(r"(?:wgmma.mma_async|mma)\.sync\S+",l))),len(l.splitlines()),round(time.time()-t,1),flush=True)
+            print(arch,w,r,n,"smem",c.metadata.shared,"ptxas",re.findall(r"(\d+) bytes spill stores|Used (\d+) registers",ptxas(c)),"mma",sorted(set(re.findall(r"(?:wgmma.mma_async|mma)\.sync\S+",l))),len(l.splitlines()),round(time.time()-t,1),flush=True)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lumen_core.attention_bounds import query_bounds
-from lumen_core.formats import ElementFormat
+from lumen_core.formats import ElementFormat, element_format
 from lumen_core.kernels.triton.cast import _arch, _has_triton, format_unsupported
 from lumen_core.kernels.triton.launching import element_constants, on_device_of, power_of_two
+from lumen_core.tracing import constant_when_traced
 
 if TYPE_CHECKING:
     from lumen_core.kernels.attention import AttentionQuery
@@ -29,20 +30,19 @@ def unsupported(query: AttentionQuery) -> str | None:
     """Why this attention cannot run here, or None where it can."""
     if query.device_type != "cuda":
         return "needs a GPU"
-    if not _has_triton():
-        return "triton is not installed"
     if query.head_dim > WIDEST:
         return f"heads of {query.head_dim}: at most {WIDEST}"
-    if query.recipe != "bf16":
-        from lumen_core.formats import element_format
+    # Unquantized fp32 is multiplied in fp32, which tensor cores do not do.
+    if query.dtype not in (torch.bfloat16, torch.float16) + ((torch.float32,) if query.recipe != "bf16" else ()):
+        return f"input dtype {query.dtype}"
+    return _device_unsupported(query.recipe, query.flavour)
 
-        reason = format_unsupported(element_format("e4m3", query.flavour), _arch())
-        if reason is not None:
-            return reason
-        allowed = (torch.bfloat16, torch.float16, torch.float32)
-    else:
-        allowed = (torch.bfloat16, torch.float16)
-    return None if query.dtype in allowed else f"input dtype {query.dtype}"
+
+@constant_when_traced
+def _device_unsupported(recipe: str, flavour: str) -> str | None:
+    if not _has_triton():
+        return "triton is not installed"
+    return None if recipe == "bf16" else format_unsupported(element_format("e4m3", flavour), _arch())
 
 
 # --- constants --------------------------------------------------------------------------------------------------------
@@ -59,72 +59,46 @@ def format_constants(fmt: ElementFormat, hip: bool | None = None) -> dict[str, A
 
 
 def blocks(kernel: str, recipe: str, width: int, hip: bool | None = None) -> tuple[dict[str, int], dict[str, int]]:
-    """Block sizes, and warps and stages, of `forward`, `backward_queries` or `backward_keys` for heads of `width`."""
+    """Block sizes, and warps and stages, of `forward`, `backward_queries` or `backward_keys` for heads of `width`.
+
+    The largest that compile without spilling registers; `tests/contract/test_attention_compile.py` holds them to that.
+    """
     hip = torch.version.hip is not None if hip is None else hip
-    rows, columns, warps, stages = (_HIP if hip else _CUDA)[kernel, recipe, max(64, width)]
-    if kernel == "backward_keys":
-        rows, columns = columns, rows
+    table, width = _HIP if hip else _CUDA, max(64, width)
+    own, other, warps, stages = table.get((kernel, recipe, width)) or table[kernel, "", width]
+    rows, columns = (other, own) if kernel == "backward_keys" else (own, other)
     return {"BM": rows, "BN": columns}, {"num_warps": warps, "num_stages": stages}
 
 
-# Rows that a program owns, columns of a step, warps, stages: for heads padded to 64, 128 and 256.
+# Rows that a program owns, rows of a step, warps, stages: for heads padded to 64, 128 and 256, and recipes that differ.
 _CUDA = {
-    ("forward", "bf16", 64): (128, 64, 4, 3),
-    ("forward", "bf16", 128): (128, 64, 8, 3),
-    ("forward", "bf16", 256): (64, 64, 8, 2),
-    ("forward", "fp8", 64): (128, 64, 4, 3),
+    ("forward", "", 64): (128, 64, 8, 3),
+    ("forward", "", 128): (128, 64, 8, 3),
     ("forward", "fp8", 128): (128, 128, 8, 3),
-    ("forward", "fp8", 256): (64, 64, 8, 2),
-    ("forward", "mxfp8", 64): (128, 64, 8, 3),
-    ("forward", "mxfp8", 128): (128, 64, 8, 3),
-    ("forward", "mxfp8", 256): (64, 64, 8, 2),
-    ("backward_queries", "bf16", 64): (128, 64, 8, 2),
-    ("backward_queries", "bf16", 128): (128, 64, 8, 2),
-    ("backward_queries", "bf16", 256): (64, 32, 8, 2),
-    ("backward_queries", "fp8", 64): (128, 64, 8, 2),
-    ("backward_queries", "fp8", 128): (128, 64, 8, 2),
-    ("backward_queries", "fp8", 256): (64, 32, 8, 2),
-    ("backward_queries", "mxfp8", 64): (128, 64, 8, 2),
+    ("forward", "", 256): (64, 64, 8, 2),
+    ("backward_queries", "", 64): (128, 64, 8, 2),
+    ("backward_queries", "", 128): (128, 64, 8, 2),
     ("backward_queries", "mxfp8", 128): (64, 64, 8, 2),
-    ("backward_queries", "mxfp8", 256): (64, 32, 8, 1),
-    ("backward_keys", "bf16", 64): (128, 64, 8, 2),
-    ("backward_keys", "bf16", 128): (128, 64, 8, 2),
-    ("backward_keys", "bf16", 256): (64, 32, 8, 1),
-    ("backward_keys", "fp8", 64): (128, 64, 8, 2),
-    ("backward_keys", "fp8", 128): (128, 64, 8, 2),
-    ("backward_keys", "fp8", 256): (64, 32, 8, 1),
-    ("backward_keys", "mxfp8", 64): (64, 64, 8, 2),
+    ("backward_queries", "", 256): (64, 32, 8, 1),
+    ("backward_keys", "", 64): (128, 64, 8, 2),
+    ("backward_keys", "", 128): (128, 64, 8, 2),
     ("backward_keys", "mxfp8", 128): (64, 64, 8, 1),
-    ("backward_keys", "mxfp8", 256): (64, 32, 8, 1),
+    ("backward_keys", "", 256): (64, 32, 8, 1),
 }
 _HIP = {
-    ("forward", "bf16", 64): (128, 64, 4, 1),
-    ("forward", "bf16", 128): (128, 64, 4, 1),
-    ("forward", "bf16", 256): (128, 32, 8, 1),
-    ("forward", "fp8", 64): (128, 64, 4, 1),
-    ("forward", "fp8", 128): (128, 64, 4, 1),
-    ("forward", "fp8", 256): (128, 32, 8, 1),
-    ("forward", "mxfp8", 64): (128, 64, 4, 1),
-    ("forward", "mxfp8", 128): (128, 64, 8, 1),
-    ("forward", "mxfp8", 256): (128, 32, 8, 1),
-    ("backward_queries", "bf16", 64): (128, 32, 4, 1),
-    ("backward_queries", "bf16", 128): (128, 32, 8, 1),
-    ("backward_queries", "bf16", 256): (64, 32, 8, 1),
-    ("backward_queries", "fp8", 64): (128, 32, 4, 1),
-    ("backward_queries", "fp8", 128): (128, 32, 8, 1),
-    ("backward_queries", "fp8", 256): (64, 32, 8, 1),
-    ("backward_queries", "mxfp8", 64): (128, 32, 4, 1),
-    ("backward_queries", "mxfp8", 128): (128, 32, 8, 1),
-    ("backward_queries", "mxfp8", 256): (64, 32, 8, 1),
-    ("backward_keys", "bf16", 64): (128, 32, 4, 1),
-    ("backward_keys", "bf16", 128): (128, 32, 8, 1),
-    ("backward_keys", "bf16", 256): (64, 32, 8, 1),
-    ("backward_keys", "fp8", 64): (128, 32, 4, 1),
-    ("backward_keys", "fp8", 128): (128, 32, 8, 1),
-    ("backward_keys", "fp8", 256): (64, 32, 8, 1),
-    ("backward_keys", "mxfp8", 64): (128, 32, 4, 1),
-    ("backward_keys", "mxfp8", 128): (128, 32, 8, 1),
-    ("backward_keys", "mxfp8", 256): (64, 32, 8, 1),
+    ("forward", "", 64): (128, 64, 4, 1),
+    ("forward", "", 128): (128, 64, 4, 1),
+    ("forward", "", 256): (64, 64, 4, 1),
+    ("backward_queries", "", 64): (64, 64, 4, 1),
+    ("backward_queries", "", 128): (64, 64, 4, 1),
+    ("backward_queries", "", 256): (64, 32, 4, 1),
+    ("backward_queries", "fp8", 256): (32, 64, 4, 1),
+    ("backward_keys", "", 64): (64, 32, 4, 1),
+    ("backward_keys", "", 128): (64, 32, 4, 1),
+    ("backward_keys", "bf16", 128): (64, 16, 4, 1),
+    ("backward_keys", "bf16", 256): (32, 16, 4, 1),
+    ("backward_keys", "fp8", 256): (32, 32, 4, 1),
+    ("backward_keys", "mxfp8", 256): (16, 32, 4, 1),
 }
 
 
