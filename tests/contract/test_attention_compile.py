@@ -17,6 +17,7 @@ from lumen_core.kernels.triton import attention
 
 triton = pytest.importorskip("triton", reason="needs the triton package (pip install 'lumen-train[kernels]')")
 
+WIDTHS = (64, 96, 128, 256)
 KERNELS = ("forward", "backward_queries", "backward_keys")
 OPERAND_KERNELS = ("head_amax", "head_codes", "mx_operand", "row_delta")
 LDS = {"gfx942": 65536, "gfx950": 163840}
@@ -71,29 +72,78 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def ptxas(kernel: Any) -> str:
-    """What the assembler says about registers."""
+def stack_bytes(kernel: Any) -> int:
+    """Bytes of the stack of a compiled NVIDIA kernel: where registers are spilled to."""
     from triton import knobs
 
-    tool = knobs.nvidia.ptxas.path
-    command = [tool, "-v", "--gpu-name=sm_90a", "-o", "/tmp/h_attn.cubin", "-"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
         file.flush()
-        done = subprocess.run([*command[:-1], file.name], capture_output=True, text=True, timeout=100)
-    return done.stderr
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return int(re.search(r"STACK:(\d+)", done.stdout).group(1))
 
 
-if __name__ == "__main__":
-    import itertools, time
-    arches = sys.argv[1].split(","); widths=[int(x) for x in sys.argv[2].split(",")]; recs=sys.argv[3].split(",")
-    names = sys.argv[4].split(",") if len(sys.argv)>4 else KERNELS
-    for arch,w,r,n in itertools.product(arches,widths,recs,names):
-        t=time.time()
-        c=compiled(n,r,w,arch)
-        if arch.startswith("gfx"):
-            l=c.asm["amdgcn"]
-            print(arch,w,r,n,"spill",re.findall(r"\.vgpr_spill_count:\s*(\d+)", l),"lds",c.metadata.shared,"vgpr",re.findall(r"\.vgpr_count:\s*(\d+)", l),"mfma",sorted(set(re.findall(r"v_mfma_\w+",l))),len(l.splitlines()),round(time.time()-t,1),flush=True)
+def products(name: str, recipe: str) -> tuple[bool, bool]:
+    """Whether a kernel multiplies 8-bit codes, and bf16."""
+    return name in KERNELS and recipe == "fp8", name in KERNELS and recipe != "fp8"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("arch", LDS)
+def test_amd(arch: str, width: int, recipe: str) -> None:
+    for name in KERNELS:
+        kernel = compiled(name, recipe, width, arch)
+        listing, (eight_bit, sixteen_bit) = kernel.asm["amdgcn"], products(name, recipe)
+        assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", listing) == ["0"], name
+        assert kernel.metadata.shared <= LDS[arch], name
+        assert bool(re.search(FP8[arch], listing)) is eight_bit, name
+        assert bool(re.search(BF16, listing)) is sixteen_bit, name
+        assert re.search(r"(global|buffer)_load_dwordx4", listing), name
+        if recipe != "bf16":  # P or dS are cast in hardware
+            assert re.search("v_cvt_(scalef32_)?pk_fp8_f32", listing), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nvidia(width: int, recipe: str) -> None:
+    for name in KERNELS:
+        kernel = compiled(name, recipe, width, "sm_90")
+        listing, (eight_bit, sixteen_bit) = kernel.asm["ptx"], products(name, recipe)
+        assert stack_bytes(kernel) <= SPILLED.get((name, recipe, width), 0), name
+        assert kernel.metadata.shared <= SHARED, name
+        assert bool(re.search(r"mma\S+\.e4m3\.e4m3", listing)) is eight_bit, name
+        assert bool(re.search(r"mma\S+\.bf16\.bf16", listing)) is sixteen_bit, name
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("arch", [*LDS, "sm_90"])
+def test_operands(arch: str) -> None:
+    for name in OPERAND_KERNELS:
+        kernel = compiled(name, "", 96, arch)
+        if arch == "sm_90":
+            assert stack_bytes(kernel) == 0 and re.search(r"ld\.global\S*\.v4", kernel.asm["ptx"]), name
+            casts = bool(re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", kernel.asm["ptx"]))
         else:
-            l=c.asm["ptx"]
-            print(arch,w,r,n,"smem",c.metadata.shared,"ptxas",re.findall(r"(\d+) bytes spill stores|Used (\d+) registers",ptxas(c)),"mma",sorted(set(re.findall(r"(?:wgmma.mma_async|mma)\.sync\S+",l))),len(l.splitlines()),round(time.time()-t,1),flush=True)
+            listing = kernel.asm["amdgcn"]
+            assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", listing) == ["0"], name
+            assert re.search(r"(global|buffer)_load_dwordx4", listing), name
+            casts = bool(re.search("v_cvt_(scalef32_)?pk_fp8_f32", listing))
+        assert casts is (name in ("head_codes", "mx_operand")), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_logic_in_the_interpreter() -> None:
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9):
+        pytest.skip(f"written for the interpreter of triton 3.9, this is {triton.__version__}")
+    program = Path(__file__).with_name("interpreted_attention.py")
+    done = subprocess.run([sys.executable, "-W", "ignore", program], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+ compared", done.stdout.strip()), done.stdout

@@ -63,14 +63,25 @@ def _store(ptr, x, start, end, stride, ROWS: tl.constexpr, D: tl.constexpr, BD: 
 
 @triton.jit
 def _phases(begin_ptr, end_ptr, start, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where rows `start` to `start + ROWS` need no mask, and where they need one: before, and after."""
+    """Blocks that rows `start` to `start + ROWS` see: first some that need a mask, then those that all of them see whole,
+    then again some with a mask. Gives where the three begin, and how many blocks each has.
+    """
     last = tl.minimum(start + ROWS, count) - 1
     begin = tl.load(begin_ptr + start) // BLOCK * BLOCK
     end = tl.load(end_ptr + last)
     full = (tl.load(begin_ptr + last) + BLOCK - 1) // BLOCK * BLOCK
     full = tl.maximum(tl.minimum(full, end), begin)
-    full_end = tl.maximum(tl.load(end_ptr + start) // BLOCK * BLOCK, full)
-    return begin, full, full_end, end
+    after = tl.maximum(tl.load(end_ptr + start) // BLOCK * BLOCK, full)
+    return begin, full, after, tl.cdiv(full - begin, BLOCK), (after - full) // BLOCK, tl.cdiv(end - after, BLOCK)
+
+
+@triton.jit
+def _step_start(step, begin, before, after, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Where a step begins. One loop, not two, walks over the blocks that need a mask: two would take more registers."""
+    start = begin + step * BLOCK
+    if MASKED:
+        start = tl.where(step < before, start, after + (step - before) * BLOCK)
+    return start
 
 
 @triton.jit
@@ -88,11 +99,12 @@ def _rounded_dot(x, y, RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.const
 
 @triton.jit
 def _forward_keys(
-    acc, total, largest, q, k_ptr, v_ptr, first, last, begin, end, keys, k_stride, v_stride, factor,
+    acc, total, largest, q, k_ptr, v_ptr, first, last, begin, before, after, steps, keys, k_stride, v_stride, factor,
     RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BN: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    for start in range(begin, end, BN):
+    for step in range(steps):
+        start = _step_start(step, begin, before, after, BN, MASKED)
         k = _load(k_ptr, start, keys, k_stride, BN, D, BD, MASKED, False)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
         if MASKED:
@@ -150,18 +162,14 @@ def forward(
     acc = tl.zeros([BM, BD], tl.float32)
     total = tl.zeros([BM], tl.float32)
     largest = tl.full([BM], float("-inf"), tl.float32)
-    begin, full, full_end, end = _phases(first_ptr, last_ptr, start, queries, BM, BN)
+    begin, full, after, before, whole, rest = _phases(first_ptr, last_ptr, start, queries, BM, BN)
     acc, total, largest = _forward_keys(
-        acc, total, largest, q, k_ptr, v_ptr, first, last, begin, full, keys, k_token, v_token, factor,
-        RECIPE, E4M3, CODES, D, BD, BN, True, TURNED,
+        acc, total, largest, q, k_ptr, v_ptr, first, last, begin, before, after, before + rest, keys, k_token, v_token,
+        factor, RECIPE, E4M3, CODES, D, BD, BN, True, TURNED,
     )  # fmt: skip
     acc, total, largest = _forward_keys(
-        acc, total, largest, q, k_ptr, v_ptr, first, last, full, full_end, keys, k_token, v_token, factor,
-        RECIPE, E4M3, CODES, D, BD, BN, False, TURNED,
-    )  # fmt: skip
-    acc, total, largest = _forward_keys(
-        acc, total, largest, q, k_ptr, v_ptr, first, last, full_end, end, keys, k_token, v_token, factor,
-        RECIPE, E4M3, CODES, D, BD, BN, True, TURNED,
+        acc, total, largest, q, k_ptr, v_ptr, first, last, full, before, after, whole, keys, k_token, v_token,
+        factor, RECIPE, E4M3, CODES, D, BD, BN, False, TURNED,
     )  # fmt: skip
     inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
     lse = (largest + tl.log2(total)) / LOG2_E
@@ -176,12 +184,13 @@ def forward(
 
 @triton.jit
 def _query_steps(
-    dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, begin, end, keys, k_stride, v_stride, kt_stride,
-    factor, g_factor,
+    dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, begin, before, after, steps, keys, k_stride,
+    v_stride, kt_stride, factor, g_factor,
     RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BN: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    for start in range(begin, end, BN):
+    for step in range(steps):
+        start = _step_start(step, begin, before, after, BN, MASKED)
         k = _load(k_ptr, start, keys, k_stride, BN, D, BD, MASKED, False)
         v = _load(v_ptr, start, keys, v_stride, BN, D, BD, MASKED, False)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * factor - base[:, None])
@@ -235,30 +244,27 @@ def backward_queries(
         g_factor = tl.load(g_scale_ptr + batch * heads + head) * tl.load(v_scale_ptr + kv)
         scale *= k_scale
     dq = tl.zeros([BM, BD], tl.float32)
-    begin, full, full_end, end = _phases(first_ptr, last_ptr, start, queries, BM, BN)
+    begin, full, after, before, whole, rest = _phases(first_ptr, last_ptr, start, queries, BM, BN)
     dq = _query_steps(
-        dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, begin, full, keys, k_token, v_token, kt_token,
-        factor, g_factor, RECIPE, E4M3, CODES, D, BD, BN, True, TURNED,
+        dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, begin, before, after, before + rest, keys, k_token,
+        v_token, kt_token, factor, g_factor, RECIPE, E4M3, CODES, D, BD, BN, True, TURNED,
     )  # fmt: skip
     dq = _query_steps(
-        dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, full, full_end, keys, k_token, v_token, kt_token,
-        factor, g_factor, RECIPE, E4M3, CODES, D, BD, BN, False, TURNED,
-    )  # fmt: skip
-    dq = _query_steps(
-        dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, full_end, end, keys, k_token, v_token, kt_token,
-        factor, g_factor, RECIPE, E4M3, CODES, D, BD, BN, True, TURNED,
+        dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, full, before, after, whole, keys, k_token,
+        v_token, kt_token, factor, g_factor, RECIPE, E4M3, CODES, D, BD, BN, False, TURNED,
     )  # fmt: skip
     _store(dq_ptr + (batch * queries * heads + head) * D, dq * scale, start, queries, heads * D, BM, D, BD)
 
 
 @triton.jit
 def _key_steps(
-    dk, dv, k, v, q_ptr, g_ptr, qt_ptr, gt_ptr, first_ptr, last_ptr, lse_ptr, delta_ptr, key, begin, end, queries,
-    q_stride, g_stride, qt_stride, gt_stride, factor, g_factor, q_scale, g_scale,
+    dk, dv, k, v, q_ptr, g_ptr, qt_ptr, gt_ptr, first_ptr, last_ptr, lse_ptr, delta_ptr, key, begin, before, after, steps,
+    queries, q_stride, g_stride, qt_stride, gt_stride, factor, g_factor, q_scale, g_scale,
     RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BM: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    for start in range(begin, end, BM):
+    for step in range(steps):
+        start = _step_start(step, begin, before, after, BM, MASKED)
         row = start + tl.arange(0, BM)
         q = _load(q_ptr, start, queries, q_stride, BM, D, BD, MASKED, False)
         g = _load(g_ptr, start, queries, g_stride, BM, D, BD, MASKED, False)
@@ -309,7 +315,7 @@ def backward_keys(
     key = start + tl.arange(0, BN)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    begin, full, full_end, end = _phases(begin_ptr, end_ptr, start, keys, BN, BM)
+    begin, full, after, before, whole, rest = _phases(begin_ptr, end_ptr, start, keys, BN, BM)
     for member in range(GROUP):
         head = kv_head * GROUP + member
         q = q_ptr + batch * q_batch + head * q_head
@@ -329,19 +335,14 @@ def backward_keys(
             factor *= q_scale * tl.load(k_scale_ptr + kv)
             g_factor = g_scale * tl.load(v_scale_ptr + kv)
         dk, dv = _key_steps(
-            dk, dv, k, v, q, g, qt, gt, first_ptr, last_ptr, lse, delta, key, begin, full, queries,
-            q_token, g_token, qt_token, gt_token, factor, g_factor, q_scale, g_scale,
+            dk, dv, k, v, q, g, qt, gt, first_ptr, last_ptr, lse, delta, key, begin, before, after, before + rest,
+            queries, q_token, g_token, qt_token, gt_token, factor, g_factor, q_scale, g_scale,
             RECIPE, E4M3, CODES, D, BD, BM, True, TURNED,
         )  # fmt: skip
         dk, dv = _key_steps(
-            dk, dv, k, v, q, g, qt, gt, first_ptr, last_ptr, lse, delta, key, full, full_end, queries,
-            q_token, g_token, qt_token, gt_token, factor, g_factor, q_scale, g_scale,
+            dk, dv, k, v, q, g, qt, gt, first_ptr, last_ptr, lse, delta, key, full, before, after, whole,
+            queries, q_token, g_token, qt_token, gt_token, factor, g_factor, q_scale, g_scale,
             RECIPE, E4M3, CODES, D, BD, BM, False, TURNED,
-        )  # fmt: skip
-        dk, dv = _key_steps(
-            dk, dv, k, v, q, g, qt, gt, first_ptr, last_ptr, lse, delta, key, full_end, end, queries,
-            q_token, g_token, qt_token, gt_token, factor, g_factor, q_scale, g_scale,
-            RECIPE, E4M3, CODES, D, BD, BM, True, TURNED,
         )  # fmt: skip
     out = (batch * keys * kv_heads + kv_head) * D
     _store(dk_ptr + out, dk * scale, start, keys, kv_heads * D, BN, D, BD)

@@ -35,7 +35,7 @@ def row_codes(x, DTYPE: tl.constexpr, E4M3: tl.constexpr):
 
 @triton.jit
 def mx_rounded(x, CODES: tl.constexpr, E4M3: tl.constexpr):
-    """A tile `[R, C]` rounded to E4M3 codes with one scale for each 32 values of a row, decoded: fp32, exact in bf16."""
+    """A tile `[R, C]` rounded to E4M3 codes with one scale for each 32 values of a row, decoded; exact in bf16."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x, (R, C // 32, 32))
@@ -94,7 +94,7 @@ def head_codes(
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Codes `[B, S, H, D]` with one scale for each head, fp32 `[B, H]`, and `[B, H, D, turned_tokens]`, zeros at the end.
+    """Codes `[B, S, H, D]`, and as `[B, H, D, turned_tokens]` with zeros at the end; a scale for each head, fp32 `[B, H]`.
 
     8-bit matrix instructions read both operands along the axis that they contract: the second copy is for tokens.
     """
@@ -162,7 +162,7 @@ def row_delta(
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """`sum(grad * out) - grad_lse` of each row, fp32 `[B, H, S]`: what the softmax takes off dP. `out` is contiguous."""
+    """`sum(grad * out) - grad_lse` of each row, fp32 `[B, H, S]`: what the softmax takes off dP. Contiguous `out`."""
     heads = tl.num_programs(1)
     grad, start, _ = _input_tile(grad_ptr, batch_stride, token_stride, head_stride, tokens, ROWS, D, BD)
     out, _, _ = _input_tile(out_ptr, tokens * heads * D, heads * D, D, tokens, ROWS, D, BD)
