@@ -17,6 +17,9 @@ from lumen_core.kernels.triton import attention
 
 triton = pytest.importorskip("triton", reason="needs the triton package (pip install 'lumen-train[kernels]')")
 
+# Bytes that a program of a kernel may spill on sm_90, where blocks half as large would be slower than a few registers
+# in the first-level cache; all others none.
+SPILLED = {("backward_keys", "mxfp8"): 80, ("backward_keys", "fp8"): 128}
 WIDTHS = (64, 96, 128, 256)
 KERNELS = ("forward", "backward_queries", "backward_keys")
 OPERAND_KERNELS = ("head_amax", "head_codes", "mx_operand", "row_delta")
@@ -116,7 +119,7 @@ def test_nvidia(width: int, recipe: str) -> None:
     for name in KERNELS:
         kernel = compiled(name, recipe, width, "sm_90")
         listing, (eight_bit, sixteen_bit) = kernel.asm["ptx"], products(name, recipe)
-        assert stack_bytes(kernel) <= SPILLED.get((name, recipe, width), 0), name
+        assert stack_bytes(kernel) <= SPILLED.get((name, recipe), 0), name
         assert kernel.metadata.shared <= SHARED, name
         assert bool(re.search(r"mma\S+\.e4m3\.e4m3", listing)) is eight_bit, name
         assert bool(re.search(r"mma\S+\.bf16\.bf16", listing)) is sixteen_bit, name

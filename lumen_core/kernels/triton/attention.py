@@ -74,16 +74,15 @@ def blocks(kernel: str, recipe: str, width: int, hip: bool | None = None) -> tup
 _CUDA = {
     ("forward", "", 64): (128, 64, 8, 3),
     ("forward", "", 128): (128, 64, 8, 3),
-    ("forward", "fp8", 128): (128, 128, 8, 3),
-    ("forward", "", 256): (64, 64, 8, 2),
+    ("forward", "", 256): (64, 32, 8, 2),
     ("backward_queries", "", 64): (128, 64, 8, 2),
     ("backward_queries", "", 128): (128, 64, 8, 2),
     ("backward_queries", "mxfp8", 128): (64, 64, 8, 2),
-    ("backward_queries", "", 256): (64, 32, 8, 1),
-    ("backward_keys", "", 64): (128, 64, 8, 2),
-    ("backward_keys", "", 128): (128, 64, 8, 2),
-    ("backward_keys", "mxfp8", 128): (64, 64, 8, 1),
-    ("backward_keys", "", 256): (64, 32, 8, 1),
+    ("backward_queries", "", 256): (32, 32, 4, 1),
+    ("backward_queries", "fp8", 256): (32, 32, 8, 1),
+    ("backward_keys", "", 64): (128, 32, 8, 2),
+    ("backward_keys", "", 128): (64, 32, 8, 2),
+    ("backward_keys", "", 256): (32, 32, 8, 1),
 }
 _HIP = {
     ("forward", "", 64): (128, 64, 4, 1),

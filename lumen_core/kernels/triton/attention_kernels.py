@@ -63,8 +63,8 @@ def _store(ptr, x, start, end, stride, ROWS: tl.constexpr, D: tl.constexpr, BD: 
 
 @triton.jit
 def _phases(begin_ptr, end_ptr, start, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Blocks that rows `start` to `start + ROWS` see: first some that need a mask, then those that all of them see whole,
-    then again some with a mask. Gives where the three begin, and how many blocks each has.
+    """Blocks that rows `start` to `start + ROWS` see: some that need a mask, then those that all of them see whole, and
+    again some with a mask. Gives where the three begin, and how many blocks each has.
     """
     last = tl.minimum(start + ROWS, count) - 1
     begin = tl.load(begin_ptr + start) // BLOCK * BLOCK
@@ -77,7 +77,7 @@ def _phases(begin_ptr, end_ptr, start, count, ROWS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _step_start(step, begin, before, after, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Where a step begins. One loop, not two, walks over the blocks that need a mask: two would take more registers."""
+    """Where a step begins. One loop, not two, walks over the blocks that need a mask: two take more registers."""
     start = begin + step * BLOCK
     if MASKED:
         start = tl.where(step < before, start, after + (step - before) * BLOCK)
@@ -258,8 +258,8 @@ def backward_queries(
 
 @triton.jit
 def _key_steps(
-    dk, dv, k, v, q_ptr, g_ptr, qt_ptr, gt_ptr, first_ptr, last_ptr, lse_ptr, delta_ptr, key, begin, before, after, steps,
-    queries, q_stride, g_stride, qt_stride, gt_stride, factor, g_factor, q_scale, g_scale,
+    dk, dv, k, v, q_ptr, g_ptr, qt_ptr, gt_ptr, first_ptr, last_ptr, lse_ptr, delta_ptr, key, begin, before, after,
+    steps, queries, q_stride, g_stride, qt_stride, gt_stride, factor, g_factor, q_scale, g_scale,
     RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BM: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip

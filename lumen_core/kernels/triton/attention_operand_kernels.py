@@ -94,7 +94,7 @@ def head_codes(
     D: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Codes `[B, S, H, D]`, and as `[B, H, D, turned_tokens]` with zeros at the end; a scale for each head, fp32 `[B, H]`.
+    """Codes `[B, S, H, D]`, and as `[B, H, D, turned_tokens]` with zeros at the end; a scale a head, fp32 `[B, H]`.
 
     8-bit matrix instructions read both operands along the axis that they contract: the second copy is for tokens.
     """
