@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="needs the triton package (pip ins
 
 # Bytes that a program of a kernel may spill on sm_90, where blocks half as large would be slower than a few registers
 # in the first-level cache; all others none.
-SPILLED = {("backward_keys", "mxfp8"): 80, ("backward_keys", "fp8"): 128}
+SPILLED = {("backward_keys", "mxfp8"): 80, ("backward_keys", "fp8"): 128, ("backward_queries", "fp8"): 80}
 WIDTHS = (64, 96, 128, 256)
 KERNELS = ("forward", "backward_queries", "backward_keys")
 OPERAND_KERNELS = ("head_amax", "head_codes", "mx_operand", "row_delta")
@@ -121,7 +121,9 @@ def test_nvidia(width: int, recipe: str) -> None:
         listing, (eight_bit, sixteen_bit) = kernel.asm["ptx"], products(name, recipe)
         assert stack_bytes(kernel) <= SPILLED.get((name, recipe), 0), name
         assert kernel.metadata.shared <= SHARED, name
-        assert bool(re.search(r"mma\S+\.e4m3\.e4m3", listing)) is eight_bit, name
+        widened = eight_bit and (name, width) == ("backward_keys", 256)  # too many registers for blocks of 64 rows
+        assert bool(re.search(r"mma\S+\.f16\.f16", listing)) is widened, name
+        assert bool(re.search(r"mma\S+\.e4m3\.e4m3", listing)) is (eight_bit and not widened), name
         assert bool(re.search(r"mma\S+\.bf16\.bf16", listing)) is sixteen_bit, name
 
 

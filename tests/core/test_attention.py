@@ -15,13 +15,12 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def oracle(q, k, v, seen, scale=None):
-    """fp64 output `[B, Sq, H, D]` and statistics `[B, H, Sq]`; `seen` is `[Sq, Sk]`, or has a batch before that."""
+    """Output `[B, Sq, H, D]` and statistics `[B, H, Sq]` of fp64 values; `seen` is `[Sq, Sk]`."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    s = s.masked_fill(~(seen if seen.dim() == 2 else seen[:, None]), -torch.inf)
-    p = torch.softmax(s, dim=-1)
-    p = torch.where(seen.any(dim=-1)[..., None] if seen.dim() == 2 else seen.any(dim=-1)[:, None, :, None], p, 0.0)
+    s = s.masked_fill(~seen, -torch.inf)
+    p = torch.where(seen.any(dim=-1)[:, None], torch.softmax(s, dim=-1), 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", p, v), torch.logsumexp(s, dim=-1)
 
 
@@ -396,5 +395,5 @@ def test_compiles_as_one_graph(device, recipe, packed) -> None:
 @every_recipe
 def test_operations_are_registered_as_torch_asks(recipe) -> None:
     q, k, v, _ = inputs("cpu", 1, 20, 20, 2, 1, 16)
-    first, last = dense_bounds(20, 20, True, None, torch.device("cpu"))
-    torch.library.opcheck(torch.ops.lumen.attention.default, (q, k, v, first, last, 0.25, recipe, "ocp", "reference"))
+    bounds = dense_bounds(20, 20, True, None, torch.device("cpu"))
+    torch.library.opcheck(torch.ops.lumen.attention.default, (q, k, v, *bounds, 0.25, recipe, "ocp", "reference"))
