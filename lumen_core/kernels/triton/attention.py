@@ -92,12 +92,12 @@ _HIP = {
     ("backward_queries", "", 64): (64, 64, 4, 1),
     ("backward_queries", "", 128): (64, 64, 4, 1),
     ("backward_queries", "", 256): (64, 32, 4, 1),
-    ("backward_queries", "fp8", 256): (32, 32, 4, 1),
+    ("backward_queries", "fp8", 256): (16, 64, 4, 1),
     ("backward_keys", "", 64): (64, 32, 4, 1),
     ("backward_keys", "", 128): (64, 32, 4, 1),
     ("backward_keys", "bf16", 128): (64, 16, 4, 1),
     ("backward_keys", "bf16", 256): (32, 16, 4, 1),
-    ("backward_keys", "fp8", 256): (32, 32, 4, 1),
+    ("backward_keys", "fp8", 256): (16, 64, 4, 1),
     ("backward_keys", "mxfp8", 256): (16, 32, 4, 1),
 }
 
