@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lumen_core.formats import element_format, resolve_flavour
+from lumen_core.kernels.attention import ATTENTION, AttentionQuery
 from lumen_core.kernels.gemm import GEMM
 from lumen_core.kernels.quantize import QUANTIZE
 from lumen_core.kernels.query import GemmQuery, QuantizeQuery
@@ -28,6 +29,13 @@ _CASTS = (
     ("quantize mxfp8 32x32", "e4m3", (32, 32), True),
     ("quantize mxfp4 1x32", "e2m1", (1, 32), True),
 )
+# Label, recipe, nothing but causal.
+_ATTENTIONS = (
+    ("attention bf16 causal", "bf16", True),
+    ("attention bf16 packed", "bf16", False),
+    ("attention fp8", "fp8", False),
+    ("attention mxfp8", "mxfp8", False),
+)
 _SIZE = 4096
 
 
@@ -46,4 +54,10 @@ def table(device: torch.device | str) -> list[tuple[str, str, list[tuple[str, st
             device.type, torch.bfloat16, fmt, block, mx, noise=False, elements=_SIZE * _SIZE, columns=_SIZE
         )
         rows.append((label, QUANTIZE.choose(query).name, QUANTIZE.explain(query)))
+    for label, recipe, only_causal in _ATTENTIONS:
+        query = AttentionQuery(
+            device.type, torch.bfloat16, recipe, flavour, batch=1, queries=_SIZE, keys=_SIZE, heads=32, kv_heads=8,
+            head_dim=128, causal=True, only_causal=only_causal, lse=False,
+        )  # fmt: skip
+        rows.append((label, ATTENTION.choose(query).name, ATTENTION.explain(query)))
     return rows

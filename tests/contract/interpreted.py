@@ -41,7 +41,8 @@ def patch() -> None:
     def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         raw = torch.from_numpy(np.ascontiguousarray(values))
         if str(source) == "fp32" and str(target) in _TORCH:
-            return raw.view(torch.float32).to(_TORCH[str(target)]).view(torch.uint8).numpy()
+            rounded = raw.view(torch.float32).to(_TORCH[str(target)])
+            return rounded.view(torch.uint8 if rounded.itemsize == 1 else torch.uint16).numpy()
         if str(source) in _TORCH and str(target) == "fp32":
             return raw.view(_TORCH[str(source)]).to(torch.float32).numpy()
         return theirs(values, source, target, rounding)
