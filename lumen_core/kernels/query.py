@@ -1,4 +1,4 @@
-"""What a kernel must know of a product to say whether it can run it."""
+"""What a kernel must know of its operands to say whether it can run it."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ class QuantizeQuery:
     noise: bool
     elements: int
     plain: bool = True
+
+
+@dataclass(frozen=True)
+class RowsQuery:
+    """An operation on `rows` rows of `columns` values of `dtype`, each row for itself."""
+
+    device_type: str
+    dtype: torch.dtype
+    rows: int
+    columns: int
