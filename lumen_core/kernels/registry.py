@@ -25,7 +25,7 @@ import torch
 from lumen_core.tracing import constant_when_traced
 
 ENVIRONMENT = "LUMEN_KERNELS"
-FILES = ("gemm", "quantize", "norm", "swiglu", "cross_entropy")
+FILES = ("gemm", "quantize", "norm", "swiglu", "cross_entropy", "rope")
 
 
 @dataclass(frozen=True)
