@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from lumen_core.kernels.norm import NORM
+from lumen_core.kernels.query import RowsQuery
+from lumen_core.kernels.triton import launching
 from lumen_core.norm import layer_norm, rms_norm
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -95,3 +100,23 @@ def test_compiled_whole(kind: str, device: torch.device) -> None:
     y.backward(args[3])
     for g, w in zip([y, *[t.grad for t in leaves if t.grad is not None]], want):
         torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"device_type": "cpu"}, "needs a GPU"),
+        ({"dtype": torch.float64}, "input dtype torch.float64"),
+        ({"rows": 0}, "an empty tensor"),
+        ({"columns": 20000}, "rows longer than 16384"),
+        ({"rows": 2**31}, "a side of 2**31 or more"),
+    ],
+)
+def test_what_the_kernel_takes(change: dict, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "has_triton", lambda: True)
+    query = RowsQuery("cuda", torch.bfloat16, 64, 4096)
+    (name, why), (last, none) = NORM.explain(replace(query, **change))
+    assert (name, why, last, none) == ("triton", reason, "reference", None)
+    monkeypatch.setattr(launching, "has_triton", lambda: False)
+    assert NORM.explain(query)[0][1] == "triton is not installed"

@@ -42,7 +42,7 @@ def separately(x: torch.Tensor, block: tuple[int, int], mx: bool = False, roundi
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast, "_has_triton", lambda: True)
+    monkeypatch.setattr(cast, "has_triton", lambda: True)
     monkeypatch.setattr(cast, "_arch", lambda: "sm_90")
 
 
@@ -115,7 +115,7 @@ def test_without_triton_and_under_the_compiler(h200, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(torch.compiler, "is_compiling", lambda: True)
         assert cast.unsupported(GPU) == "torch.compile fuses the reference"
-    monkeypatch.setattr(cast, "_has_triton", lambda: False)
+    monkeypatch.setattr(cast, "has_triton", lambda: False)
     assert cast.unsupported(GPU) == "triton is not installed"
 
 
