@@ -12,6 +12,7 @@ from lumen_core.formats import E8M0_DTYPE, ElementFormat, arch_of, element_forma
 from lumen_core.kernels.query import QuantizeQuery
 from lumen_core.kernels.registry import Candidate, Operation, always
 from lumen_core.kernels.triton import both, cast
+from lumen_core.kernels.triton.launching import has_triton
 from lumen_core.tracing import constant_when_traced
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -60,7 +61,7 @@ def quantize_both(
 @constant_when_traced
 def _kernel_flavour() -> str:
     """Flavour of the FP8 elements that the Triton casts write on this machine's GPU; empty without any."""
-    if not torch.cuda.is_available() or not cast.has_triton():
+    if not torch.cuda.is_available() or not has_triton():
         return ""
     arch = arch_of("cuda")
     return flavour_of(arch) if cast.format_unsupported(element_format("e4m3", flavour_of(arch)), arch) is None else ""

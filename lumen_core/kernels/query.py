@@ -1,4 +1,4 @@
-"""What a kernel must know of a product to say whether it can run it."""
+"""What a kernel must know of its operands to say whether it can run it."""
 
 from __future__ import annotations
 
@@ -50,3 +50,13 @@ class QuantizeQuery:
     rounding: str = "ceil"
     pow2: bool = False
     given_amax: bool = False
+
+
+@dataclass(frozen=True)
+class RowsQuery:
+    """An operation on `rows` rows of `columns` values of `dtype`, each row for itself."""
+
+    device_type: str
+    dtype: torch.dtype
+    rows: int
+    columns: int

@@ -25,7 +25,7 @@ import torch
 from lumen_core.tracing import constant_when_traced
 
 ENVIRONMENT = "LUMEN_KERNELS"
-FILES = ("gemm", "quantize", "quantize_both", "attention")
+FILES = ("gemm", "quantize", "quantize_both", "attention", "norm", "swiglu", "cross_entropy", "rope")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,16 @@ class Operation:
             return candidate.run(*args, **kwargs)
         with _told(self.name, candidate.name, query):
             return candidate.run(*args, **kwargs)
+
+
+class Passes:
+    """`Candidate.run` of an operation with several passes: the first argument names the one to run."""
+
+    def __init__(self, **passes: Callable[..., Any]) -> None:
+        self.passes = passes
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self.passes[name](*args, **kwargs)
 
 
 def always(query: Any) -> str | None:

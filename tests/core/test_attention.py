@@ -361,7 +361,7 @@ def test_choice_by_environment(device, monkeypatch) -> None:
 )
 def test_choice_on_a_gpu_also_while_compiling(change, chosen, monkeypatch) -> None:
     monkeypatch.setattr(triton_attention, "_arch", lambda: "sm_90")
-    monkeypatch.setattr(triton_attention, "_has_triton", lambda: True)
+    monkeypatch.setattr(triton_attention, "has_triton", lambda: True)
     usual = dict(device_type="cuda", dtype=torch.bfloat16, recipe="bf16", flavour="ocp", batch=1, queries=9, keys=9)
     usual |= dict(heads=4, kv_heads=2, head_dim=64, causal=True, only_causal=True, lse=False)
     torch._dynamo.reset()

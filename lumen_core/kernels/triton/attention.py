@@ -14,8 +14,8 @@ import torch
 
 from lumen_core.attention_bounds import query_bounds
 from lumen_core.formats import ElementFormat, element_format
-from lumen_core.kernels.triton.cast import _arch, _has_triton, format_unsupported
-from lumen_core.kernels.triton.launching import element_constants, on_device_of, power_of_two
+from lumen_core.kernels.triton.cast import _arch, format_unsupported
+from lumen_core.kernels.triton.launching import element_constants, has_triton, on_device_of, power_of_two
 from lumen_core.tracing import constant_when_traced
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def unsupported(query: AttentionQuery) -> str | None:
 
 @constant_when_traced
 def _device_unsupported(recipe: str, flavour: str) -> str | None:
-    if not _has_triton():
+    if not has_triton():
         return "triton is not installed"
     return None if recipe == "bf16" else format_unsupported(element_format("e4m3", flavour), _arch())
 

@@ -8,7 +8,6 @@ not import `triton`; calling a launcher does.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lumen_core.kernels.triton.launching import (
     INT32_END,
     TILE,
     check_contiguous,
+    has_triton,
     on_device_of,
     power_of_two,
     scale_constants,
@@ -36,11 +36,6 @@ _ROW_ONE_PASS = 16384  # longest row kept in registers between its amax and its 
 
 
 # --- what can run -----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

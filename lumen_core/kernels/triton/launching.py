@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,10 +11,32 @@ import torch
 
 from lumen_core.casts import MIN_SCALE
 from lumen_core.formats import ElementFormat
+from lumen_core.kernels.query import RowsQuery
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 8192  # values a program
 INT32_END = 2**31
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the `triton` package is there, without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def rows_unsupported(q: RowsQuery) -> str | None:
+    """Why a kernel over rows of a fp32, bf16 or fp16 matrix cannot run here, or None where it can."""
+    if q.device_type != "cuda":
+        return "needs a GPU"
+    if not has_triton():
+        return "triton is not installed"
+    if q.dtype not in DTYPES:
+        return f"input dtype {q.dtype}"
+    if q.rows == 0 or q.columns == 0:
+        return "an empty tensor"
+    if q.rows >= INT32_END or q.columns >= INT32_END:
+        return "a side of 2**31 or more"
+    return None
 
 
 def warps(values: int, hip: bool | None = None) -> int:
