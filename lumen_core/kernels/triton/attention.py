@@ -55,7 +55,7 @@ def format_constants(fmt: ElementFormat, hip: bool | None = None) -> dict[str, A
     constants = element_constants(fmt, hip)
     top = int((fmt.max / 2.0**fmt.emax - 1.0) * 2**23)
     codes = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8}[fmt.dtype]
-    return {"E4M3": (constants["LIMIT"], fmt.emax, top, constants["CAST"]), "CODES": codes}
+    return {**constants, "EMAX": fmt.emax, "TOP": top, "CODES": codes}
 
 
 def blocks(kernel: str, recipe: str, width: int, hip: bool | None = None) -> tuple[dict[str, int], dict[str, int]]:
@@ -163,13 +163,18 @@ def operand(x: torch.Tensor, p: Precision, *, by_channel: bool, by_token: bool) 
     kernels.head_amax[grid](x, amax, *strides, tokens, **sizes)
     # Rows of a multiple of 16 bytes.
     long = -(-tokens // 16) * 16
-    codes = torch.empty(x.shape, dtype=p.fmt.dtype, device=x.device) if by_channel else None
+    by_kernel = by_token and x.dtype != torch.float32  # of which Triton 3.6 misplaces turned codes (seen on an H200)
+    plain = by_channel or not by_kernel
+    codes = torch.empty(x.shape, dtype=p.fmt.dtype, device=x.device) if plain else None
     turned = torch.empty((batch, heads, width, long), dtype=p.fmt.dtype, device=x.device) if by_token else None
     some = codes if turned is None else turned
     kernels.head_codes[grid](
         x, amax, scale, some if codes is None else codes, some if turned is None else turned, *strides, tokens, long,
-        PLAIN=by_channel, TURNED=by_token, E4M3=constants["E4M3"], **sizes,
+        PLAIN=plain, TURNED=by_kernel, **{k: v for k, v in constants.items() if k != "CODES"}, **sizes,
     )  # fmt: skip
+    if by_token and not by_kernel:
+        as_bytes = turned.view(torch.uint8).zero_()
+        as_bytes[..., :tokens] = codes.view(torch.uint8).permute(0, 2, 3, 1)
     return Operand(codes, turned, scale, True)
 
 

@@ -85,13 +85,22 @@ def _step_start(step, begin, before, after, BLOCK: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def _rounded_dot(x, y, RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr):
+def _rounded_dot(
+    x,
+    y,
+    RECIPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EMAX: tl.constexpr,
+    TOP: tl.constexpr,
+    CAST: tl.constexpr,
+    CODES: tl.constexpr,
+):
     """`x @ y` with x, P or dS, rounded along the axis that is contracted."""
     if RECIPE == "fp8":
-        codes, scale = row_codes(x, y.dtype, E4M3)
+        codes, scale = row_codes(x, y.dtype, LIMIT, EMAX, TOP, CAST)
         product = tl.dot(codes, y) * scale[:, None]
     elif RECIPE == "mxfp8":
-        product = tl.dot(mx_rounded(x, CODES, E4M3).to(y.dtype), y)
+        product = tl.dot(mx_rounded(x, CODES, LIMIT, EMAX, TOP, CAST).to(y.dtype), y)
     else:
         product = tl.dot(x.to(y.dtype), y, input_precision="ieee")
     return product
@@ -100,7 +109,8 @@ def _rounded_dot(x, y, RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.const
 @triton.jit
 def _forward_keys(
     acc, total, largest, q, k_ptr, v_ptr, first, last, begin, before, after, steps, keys, k_stride, v_stride, factor,
-    RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    RECIPE: tl.constexpr, LIMIT: tl.constexpr, EMAX: tl.constexpr, TOP: tl.constexpr, CAST: tl.constexpr,
+    CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BN: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     for step in range(steps):
@@ -118,11 +128,11 @@ def _forward_keys(
         shrink = tl.exp2(largest - base)
         if RECIPE == "fp8":
             # 1 becomes the largest power of two that E4M3 holds; the sum carries the same factor.
-            p = tl.exp2(s - (base - E4M3[1])[:, None])
-            product = tl.dot(_encode(p, E4M3[0], E4M3[3], v.dtype), v)
+            p = tl.exp2(s - (base - EMAX)[:, None])
+            product = tl.dot(_encode(p, LIMIT, CAST, v.dtype), v)
         elif RECIPE == "mxfp8":
             p = tl.exp2(s - base[:, None])
-            product = tl.dot(mx_rounded(p, CODES, E4M3).to(v.dtype), v)
+            product = tl.dot(mx_rounded(p, CODES, LIMIT, EMAX, TOP, CAST).to(v.dtype), v)
         else:
             p = tl.exp2(s - base[:, None])
             product = tl.dot(p.to(v.dtype), v, input_precision="ieee")
@@ -138,7 +148,9 @@ def forward(
     q_ptr, k_ptr, v_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, first_ptr, last_ptr, out_ptr, lse_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, bounds_batch,
     queries, keys, scale,
-    GROUP: tl.constexpr, RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
+    GROUP: tl.constexpr, RECIPE: tl.constexpr,
+    LIMIT: tl.constexpr, EMAX: tl.constexpr, TOP: tl.constexpr, CAST: tl.constexpr,
+    CODES: tl.constexpr, TURNED: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Output `[B, Sq, H, D]` and statistics fp32 `[B, H, Sq]`, both contiguous; a program for a block of queries."""
@@ -165,17 +177,17 @@ def forward(
     begin, full, after, before, whole, rest = _phases(first_ptr, last_ptr, start, queries, BM, BN)
     acc, total, largest = _forward_keys(
         acc, total, largest, q, k_ptr, v_ptr, first, last, begin, before, after, before + rest, keys, k_token, v_token,
-        factor, RECIPE, E4M3, CODES, D, BD, BN, True, TURNED,
+        factor, RECIPE, LIMIT, EMAX, TOP, CAST, CODES, D, BD, BN, True, TURNED,
     )  # fmt: skip
     acc, total, largest = _forward_keys(
         acc, total, largest, q, k_ptr, v_ptr, first, last, full, before, after, whole, keys, k_token, v_token,
-        factor, RECIPE, E4M3, CODES, D, BD, BN, False, TURNED,
+        factor, RECIPE, LIMIT, EMAX, TOP, CAST, CODES, D, BD, BN, False, TURNED,
     )  # fmt: skip
     inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
     lse = (largest + tl.log2(total)) / LOG2_E
     if RECIPE == "fp8":
         inverse *= tl.load(v_scale_ptr + kv)
-        lse -= E4M3[1] / LOG2_E
+        lse -= EMAX / LOG2_E
     # The logarithm of nothing is -inf, but not everywhere in hardware.
     lse = tl.where(total == 0.0, float("-inf"), lse)
     _store(out_ptr + (batch * queries * heads + head) * D, acc * inverse[:, None], start, queries, heads * D, BM, D, BD)
@@ -186,7 +198,8 @@ def forward(
 def _query_steps(
     dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, begin, before, after, steps, keys, k_stride,
     v_stride, kt_stride, factor, g_factor,
-    RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    RECIPE: tl.constexpr, LIMIT: tl.constexpr, EMAX: tl.constexpr, TOP: tl.constexpr, CAST: tl.constexpr,
+    CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BN: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     for step in range(steps):
@@ -201,7 +214,7 @@ def _query_steps(
         kt = k
         if RECIPE != "bf16":
             kt = _load(kt_ptr, start, keys, kt_stride, BN, D, BD, MASKED, TURNED)
-        dq += _rounded_dot(ds, kt, RECIPE, E4M3, CODES)
+        dq += _rounded_dot(ds, kt, RECIPE, LIMIT, EMAX, TOP, CAST, CODES)
     return dq
 
 
@@ -211,7 +224,9 @@ def backward_queries(
     first_ptr, last_ptr, lse_ptr, delta_ptr, dq_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, g_batch, g_token, g_head,
     kt_batch, kt_token, kt_head, bounds_batch, queries, keys, scale,
-    GROUP: tl.constexpr, RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
+    GROUP: tl.constexpr, RECIPE: tl.constexpr,
+    LIMIT: tl.constexpr, EMAX: tl.constexpr, TOP: tl.constexpr, CAST: tl.constexpr,
+    CODES: tl.constexpr, TURNED: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dQ `[B, Sq, H, D]`, contiguous; a program for a block of queries."""
@@ -247,11 +262,11 @@ def backward_queries(
     begin, full, after, before, whole, rest = _phases(first_ptr, last_ptr, start, queries, BM, BN)
     dq = _query_steps(
         dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, begin, before, after, before + rest, keys, k_token,
-        v_token, kt_token, factor, g_factor, RECIPE, E4M3, CODES, D, BD, BN, True, TURNED,
+        v_token, kt_token, factor, g_factor, RECIPE, LIMIT, EMAX, TOP, CAST, CODES, D, BD, BN, True, TURNED,
     )  # fmt: skip
     dq = _query_steps(
         dq, q, g, base, delta, k_ptr, v_ptr, kt_ptr, first, last, full, before, after, whole, keys, k_token,
-        v_token, kt_token, factor, g_factor, RECIPE, E4M3, CODES, D, BD, BN, False, TURNED,
+        v_token, kt_token, factor, g_factor, RECIPE, LIMIT, EMAX, TOP, CAST, CODES, D, BD, BN, False, TURNED,
     )  # fmt: skip
     _store(dq_ptr + (batch * queries * heads + head) * D, dq * scale, start, queries, heads * D, BM, D, BD)
 
@@ -260,7 +275,8 @@ def backward_queries(
 def _key_steps(
     dk, dv, k, v, q_ptr, g_ptr, qt_ptr, gt_ptr, first_ptr, last_ptr, lse_ptr, delta_ptr, key, begin, before, after,
     steps, queries, q_stride, g_stride, qt_stride, gt_stride, factor, g_factor, q_scale, g_scale,
-    RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    RECIPE: tl.constexpr, LIMIT: tl.constexpr, EMAX: tl.constexpr, TOP: tl.constexpr, CAST: tl.constexpr,
+    CODES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BM: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     for step in range(steps):
@@ -285,9 +301,9 @@ def _key_steps(
         if RECIPE != "bf16":
             gt = _load(gt_ptr, start, queries, gt_stride, BM, D, BD, MASKED, TURNED)
             qt = _load(qt_ptr, start, queries, qt_stride, BM, D, BD, MASKED, TURNED)
-        dv += _rounded_dot(p, gt, RECIPE, E4M3, CODES) * g_scale
+        dv += _rounded_dot(p, gt, RECIPE, LIMIT, EMAX, TOP, CAST, CODES) * g_scale
         ds = p * (tl.dot(v, tl.trans(g), input_precision="ieee") * g_factor - delta[None, :])
-        dk += _rounded_dot(ds, qt, RECIPE, E4M3, CODES) * q_scale
+        dk += _rounded_dot(ds, qt, RECIPE, LIMIT, EMAX, TOP, CAST, CODES) * q_scale
     return dk, dv
 
 
@@ -297,7 +313,9 @@ def backward_keys(
     first_ptr, last_ptr, begin_ptr, end_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, g_batch, g_token, g_head,
     qt_batch, qt_token, qt_head, gt_batch, gt_token, gt_head, bounds_batch, key_bounds_batch, queries, keys, scale,
-    GROUP: tl.constexpr, RECIPE: tl.constexpr, E4M3: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
+    GROUP: tl.constexpr, RECIPE: tl.constexpr,
+    LIMIT: tl.constexpr, EMAX: tl.constexpr, TOP: tl.constexpr, CAST: tl.constexpr,
+    CODES: tl.constexpr, TURNED: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dK and dV `[B, Sk, Hk, D]`, contiguous; a program for a block of keys, over all queries of the group."""
@@ -337,12 +355,12 @@ def backward_keys(
         dk, dv = _key_steps(
             dk, dv, k, v, q, g, qt, gt, first_ptr, last_ptr, lse, delta, key, begin, before, after, before + rest,
             queries, q_token, g_token, qt_token, gt_token, factor, g_factor, q_scale, g_scale,
-            RECIPE, E4M3, CODES, D, BD, BM, True, TURNED,
+            RECIPE, LIMIT, EMAX, TOP, CAST, CODES, D, BD, BM, True, TURNED,
         )  # fmt: skip
         dk, dv = _key_steps(
             dk, dv, k, v, q, g, qt, gt, first_ptr, last_ptr, lse, delta, key, full, before, after, whole,
             queries, q_token, g_token, qt_token, gt_token, factor, g_factor, q_scale, g_scale,
-            RECIPE, E4M3, CODES, D, BD, BM, False, TURNED,
+            RECIPE, LIMIT, EMAX, TOP, CAST, CODES, D, BD, BM, False, TURNED,
         )  # fmt: skip
     out = (batch * keys * kv_heads + kv_head) * D
     _store(dk_ptr + out, dk * scale, start, keys, kv_heads * D, BN, D, BD)

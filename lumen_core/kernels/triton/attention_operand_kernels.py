@@ -17,30 +17,30 @@ def _power_of_two(exponent_byte):
 
 
 @triton.jit
-def _scale_byte(bits, E4M3: tl.constexpr):
+def _scale_byte(bits, EMAX: tl.constexpr, TOP: tl.constexpr):
     """Biased exponent of the scale for a magnitude; 1 to 253, so that scale and reciprocal are normal numbers."""
-    return tl.maximum(_e8m0_byte(bits, E4M3[1], 3, E4M3[2], "ceil"), 1)
+    return tl.maximum(_e8m0_byte(bits, EMAX, 3, TOP, "ceil"), 1)
 
 
 @triton.jit
-def row_codes(x, DTYPE: tl.constexpr, E4M3: tl.constexpr):
+def row_codes(x, DTYPE: tl.constexpr, LIMIT: tl.constexpr, EMAX: tl.constexpr, TOP: tl.constexpr, CAST: tl.constexpr):
     """Codes of a tile `[R, C]`, and one scale for each row, fp32 `[R]`.
 
-    `E4M3` holds the largest value, its exponent, its mantissa's bits as fp32 has them, and AMD's cast instruction.
+    LIMIT is the largest value, EMAX its exponent, TOP its mantissa's bits as fp32 has them, CAST AMD's instruction.
     """
-    byte = _scale_byte(tl.max(_magnitude_bits(x), axis=1), E4M3)
-    codes = _encode(x * _power_of_two(254 - byte)[:, None], E4M3[0], E4M3[3], DTYPE)
+    byte = _scale_byte(tl.max(_magnitude_bits(x), axis=1), EMAX, TOP)
+    codes = _encode(x * _power_of_two(254 - byte)[:, None], LIMIT, CAST, DTYPE)
     return codes, _power_of_two(byte)
 
 
 @triton.jit
-def mx_rounded(x, CODES: tl.constexpr, E4M3: tl.constexpr):
+def mx_rounded(x, CODES: tl.constexpr, LIMIT: tl.constexpr, EMAX: tl.constexpr, TOP: tl.constexpr, CAST: tl.constexpr):
     """A tile `[R, C]` rounded to E4M3 codes with one scale for each 32 values of a row, decoded; exact in bf16."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     blocks = tl.reshape(x, (R, C // 32, 32))
-    byte = _scale_byte(tl.max(_magnitude_bits(blocks), axis=2), E4M3)
-    codes = _encode(blocks * _power_of_two(254 - byte)[:, :, None], E4M3[0], E4M3[3], CODES)
+    byte = _scale_byte(tl.max(_magnitude_bits(blocks), axis=2), EMAX, TOP)
+    codes = _encode(blocks * _power_of_two(254 - byte)[:, :, None], LIMIT, CAST, CODES)
     return tl.reshape(codes.to(tl.float32) * _power_of_two(byte)[:, :, None], (R, C))
 
 
@@ -89,7 +89,10 @@ def head_codes(
     turned_tokens,
     PLAIN: tl.constexpr,
     TURNED: tl.constexpr,
-    E4M3: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EMAX: tl.constexpr,
+    TOP: tl.constexpr,
+    CAST: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
@@ -100,11 +103,11 @@ def head_codes(
     """
     heads = tl.num_programs(1)
     head = tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)
-    byte = _scale_byte(tl.load(amax_ptr + head), E4M3)
+    byte = _scale_byte(tl.load(amax_ptr + head), EMAX, TOP)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr + head, _power_of_two(byte))
     x, start, inside = _input_tile(x_ptr, batch_stride, token_stride, head_stride, tokens, ROWS, D, BD)
-    codes = _encode(x * _power_of_two(254 - byte), E4M3[0], E4M3[3], codes_ptr.dtype.element_ty)
+    codes = _encode(x * _power_of_two(254 - byte), LIMIT, CAST, codes_ptr.dtype.element_ty)
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BD)[None, :]
     if PLAIN:
@@ -130,7 +133,10 @@ def mx_operand(
     BY_CHANNEL: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     CODES: tl.constexpr,
-    E4M3: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EMAX: tl.constexpr,
+    TOP: tl.constexpr,
+    CAST: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
@@ -141,9 +147,11 @@ def mx_operand(
     out = ((tl.program_id(2).to(tl.int64) * tokens + start) * heads + tl.program_id(1)) * D
     offset = tl.arange(0, ROWS)[:, None] * (heads * D) + tl.arange(0, BD)[None, :]
     if BY_CHANNEL:
-        tl.store(by_channel_ptr + out + offset, mx_rounded(x, CODES, E4M3).to(tl.bfloat16), mask=inside)
+        tl.store(
+            by_channel_ptr + out + offset, mx_rounded(x, CODES, LIMIT, EMAX, TOP, CAST).to(tl.bfloat16), mask=inside
+        )
     if BY_TOKEN:
-        rounded = tl.trans(mx_rounded(tl.trans(x), CODES, E4M3))
+        rounded = tl.trans(mx_rounded(tl.trans(x), CODES, LIMIT, EMAX, TOP, CAST))
         tl.store(by_token_ptr + out + offset, rounded.to(tl.bfloat16), mask=inside)
 
 
