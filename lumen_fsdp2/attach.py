@@ -20,7 +20,7 @@ from lumen_core.experts import QuantExperts
 from lumen_core.linear import QuantLinear
 from lumen_core.names import plain_name
 from lumen_fsdp2 import torch_internals
-from lumen_fsdp2.amax import WeightAmax, amax_of
+from lumen_fsdp2.amax import AmaxKeeper, keeper_of
 from lumen_fsdp2.binding import BINDINGS, Binding, binding_of, plan_row, say_once
 from lumen_fsdp2.comm import LumenAllGather, LumenReduceScatter
 from lumen_fsdp2.plan import ON_DEMAND, ROW, Plan, PlanRow
@@ -29,7 +29,7 @@ from lumen_fsdp2.policy import LumenPolicy
 _BOUND = "_lumen_bound"  # of a sharded module: the policy that it was bound with
 _PRINTED = "_lumen_plan_printed"  # of an enabled model
 _QUANTIZED = (QuantLinear, QuantExperts)
-_passes: weakref.WeakKeyDictionary[Any, WeightAmax] = weakref.WeakKeyDictionary()  # by FSDP2's state of a root
+_passes: weakref.WeakKeyDictionary[Any, AmaxKeeper] = weakref.WeakKeyDictionary()  # by FSDP2's state of a root
 
 
 def fewer_ranks(value: object) -> ValueError:
@@ -40,7 +40,7 @@ def fewer_ranks(value: object) -> ValueError:
     )
 
 
-def bind(module: FSDPModule, policy: LumenPolicy, refresher: WeightAmax) -> int:
+def bind(module: FSDPModule, policy: LumenPolicy, keeper: AmaxKeeper) -> int:
     """Bind the groups of one FSDP2 module; the number of its parameters that belong to quantized modules."""
     found = 0
     for group in torch_internals.groups(module):
@@ -56,8 +56,8 @@ def bind(module: FSDPModule, policy: LumenPolicy, refresher: WeightAmax) -> int:
             if binding.mode == ON_DEMAND or _dgrad_from_rows(binding, policy):
                 _from_rows(owner)
             if binding.wire is not None and binding.wire.per_tensor and len(binding.shape) == 2:
-                binding.refresher = refresher
-                refresher.bindings.append(binding)
+                binding.keeper = keeper
+                keeper.bindings.append(binding)
         _attach_collectives(module, group, policy)
     module.__dict__[_BOUND] = policy
     _passes.clear()
@@ -187,10 +187,10 @@ def _begin(root: Any) -> None:
         _passes[root].begin_pass()
 
 
-def _one_keeper(bindings: list[Binding]) -> WeightAmax:
+def _one_keeper(bindings: list[Binding]) -> AmaxKeeper:
     """One keeper for what runs in one pass, where blocks were enabled one by one."""
-    keepers = list({id(b.refresher): b.refresher for b in bindings if b.refresher is not None}.values())
-    one = keepers[0] if keepers else WeightAmax()
+    keepers = list({id(b.keeper): b.keeper for b in bindings if b.keeper is not None}.values())
+    one = keepers[0] if keepers else AmaxKeeper()
     for other in keepers[1:]:
         one.take(other)
         for root in [root for root, keeper in _passes.items() if keeper is other]:
@@ -204,7 +204,7 @@ def bind_all(policy: LumenPolicy) -> None:
         for module in controller.model.modules():
             if isinstance(module, FSDPModule) and torch_internals.policy_of(module) is policy:
                 if module.__dict__.get(_BOUND) is not policy:
-                    bind(module, policy, amax_of(controller))
+                    bind(module, policy, keeper_of(controller))
 
 
 def plan(model: torch.nn.Module) -> Plan:

@@ -16,7 +16,7 @@ from lumen_core.config import QuantConfig
 from lumen_core.gathered import BOTH, COLUMNS, ROWS, GatherInfo
 from lumen_core.wire import WireFormat
 from lumen_fsdp2 import torch_internals
-from lumen_fsdp2.amax import WeightAmax
+from lumen_fsdp2.amax import AmaxKeeper
 from lumen_fsdp2.plan import ALL, ON_DEMAND, ROW, PlanRow, choose_mode, part_bytes, why_not
 from lumen_fsdp2.policy import LumenPolicy
 from lumen_fsdp2.weight import ShardedWeight
@@ -58,7 +58,7 @@ class Binding:
         self.group = torch_internals.process_group(param)
         self.compute_dtype = policy.param_dtype or param.sharded_param.dtype
         self.amax: torch.Tensor | None = None
-        self.refresher: WeightAmax | None = None
+        self.keeper: AmaxKeeper | None = None
         self._switched = False
         self.mode, self.wire, self.reason = "-", None, ""
         self.delayed = False
@@ -120,7 +120,7 @@ class Binding:
             floor = self.module.quant_states[self._name].in_use[WEIGHT] if self.delayed else None
             sent = list(self.wire.encode_experts(local, floor))
         elif self.wire.per_tensor:
-            self.refresher.before_gather(self)
+            self.keeper.before_gather(self)
             amax = self.amax
             if self.delayed:
                 amax = self.module.quant_state.weight_amax(self.amax)

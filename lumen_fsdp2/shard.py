@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import lumen_core.quantize as quant
 from lumen_core.controller import Controller, controller_over, controllers
-from lumen_fsdp2.amax import WeightAmax, amax_of
+from lumen_fsdp2.amax import AmaxKeeper, keeper_of
 from lumen_fsdp2.attach import bind, fewer_ranks
 from lumen_fsdp2.policy import LumenPolicy
 
@@ -55,7 +55,7 @@ def fully_shard(
         _prepare(each, policy)
     torch_fully_shard(module, mp_policy=policy, **options)
     owner = controller_over(modules[0])
-    bind(modules[0], policy, WeightAmax() if owner is None else amax_of(owner))
+    bind(modules[0], policy, AmaxKeeper() if owner is None else keeper_of(owner))
     return module
 
 
@@ -83,7 +83,7 @@ def _is_leftover(module: torch.nn.Module) -> bool:
 
 def _enable_around(module: torch.nn.Module, policy: LumenPolicy, inside: list[Controller]) -> None:
     """Enable what is left in `module`; one controller for it and the blocks that were enabled before."""
-    before = [amax_of(c) for c in inside]
+    before = [keeper_of(c) for c in inside]
     try:
         quant.enable_rest(module, policy.recipe)
     except ValueError as error:
@@ -93,4 +93,4 @@ def _enable_around(module: torch.nn.Module, policy: LumenPolicy, inside: list[Co
     module.__dict__[_OURS] = True
     (owner,) = controllers(module)
     for each in before:
-        amax_of(owner).take(each)
+        keeper_of(owner).take(each)
