@@ -41,7 +41,11 @@ def fewer_ranks(value: object) -> ValueError:
 
 
 def bind(module: FSDPModule, policy: LumenPolicy, keeper: AmaxKeeper) -> int:
-    """Bind the groups of one FSDP2 module; the number of its parameters that belong to quantized modules."""
+    """Bind the groups of one FSDP2 module, and of those sharded together with it.
+
+    Returns:
+        How many of their parameters belong to quantized modules.
+    """
     found = 0
     for group in torch_internals.groups(module):
         if torch_internals.reshards_to_smaller_world(group):
@@ -51,7 +55,10 @@ def bind(module: FSDPModule, policy: LumenPolicy, keeper: AmaxKeeper) -> int:
                 continue
             _check_recipe(owner, policy)
             binding = Binding(owner, name, param, module, group, policy)
-            owner.__dict__.setdefault(BINDINGS, {})[name] = binding
+            bindings = owner.__dict__.setdefault(BINDINGS, {})
+            if name in bindings:
+                bindings[name].release()
+            bindings[name] = binding
             found += 1
             if binding.mode == ON_DEMAND or _dgrad_from_rows(binding, policy):
                 _from_rows(owner)
@@ -59,7 +66,8 @@ def bind(module: FSDPModule, policy: LumenPolicy, keeper: AmaxKeeper) -> int:
                 binding.keeper = keeper
                 keeper.bindings.append(binding)
         _attach_collectives(module, group, policy)
-    module.__dict__[_BOUND] = policy
+    for each in torch_internals.sharded_with(module):
+        each.__dict__[_BOUND] = policy
     _passes.clear()
     return found
 
@@ -213,16 +221,19 @@ def plan(model: torch.nn.Module) -> Plan:
     Raises:
         ValueError: nothing in the model is sharded by FSDP2.
     """
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not modules:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard first")
-    for _, module in modules:
+    for module in modules:
         policy = torch_internals.policy_of(module)
         if isinstance(policy, LumenPolicy) and _BOUND not in module.__dict__:
             bind_all(policy)  # with torch's own fully_shard nothing is bound before the first pass
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
-    inner = {id(m) for _, module in modules for m in module.modules() if m is not module}
-    return Plan([row for _, module in modules for row in _rows(module, names, root=id(module) not in inner)])
+    inner = {id(m) for module in modules for m in module.modules() if m is not module}
+    first: dict[int, FSDPModule] = {}  # of those that were sharded together and share their groups
+    for module in modules:
+        first.setdefault(id(torch_internals.sharded_with(module)[0]), module)
+    return Plan([row for module in first.values() for row in _rows(module, names, root=id(module) not in inner)])
 
 
 def _rows(module: FSDPModule, names: dict[int, str], *, root: bool = False) -> list[PlanRow]:

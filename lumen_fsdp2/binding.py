@@ -102,6 +102,11 @@ class Binding:
         """What stands for the weights that are gathered in the same call."""
         return self._fsdp_group()
 
+    def release(self) -> None:
+        """Another binding of the same parameter takes its place."""
+        if self.keeper is not None:
+            self.keeper.bindings.remove(self)
+
     def in_forward_pass(self) -> bool:
         """True while the model around it runs forward."""
         return torch_internals.root_of_pass(self._fsdp_module()._get_fsdp_state()) is not None
