@@ -27,6 +27,7 @@ from lumen_fsdp2.plan import ON_DEMAND, ROW, Plan, PlanRow
 from lumen_fsdp2.policy import LumenPolicy
 
 _BOUND = "_lumen_bound"  # of a sharded module: the policy that it was bound with
+LEFT = "_lumen_left"  # of a linear that `fully_shard` was given itself, and did not quantize
 _PRINTED = "_lumen_plan_printed"  # of an enabled model
 _QUANTIZED = (QuantLinear, QuantExperts)
 _passes: weakref.WeakKeyDictionary[Any, AmaxKeeper] = weakref.WeakKeyDictionary()  # by FSDP2's state of a root
@@ -157,17 +158,33 @@ def _introduce(policy: LumenPolicy, root: Any) -> None:
     bind_all(policy)
     (module,) = torch_internals.modules_of(root)
     inside = list(module.modules())
-    if not any(isinstance(m, _QUANTIZED) or _BOUND in m.__dict__ for m in inside) and controller_over(module) is None:
-        raise RuntimeError(
-            "LumenPolicy has no effect here: no module sharded with it was quantized. Call quant.enable(model, ...) "
-            "before torch's fully_shard, or use lumen_fsdp2.fully_shard, which does"
-        )
+    if not any(isinstance(m, _QUANTIZED) for m in inside) and controller_over(module) is None:
+        _check_effect(policy, inside)
     _passes[root] = _one_keeper([b for m in inside for b in m.__dict__.get(BINDINGS, {}).values()])
     if not isinstance(torch_internals.policy_of(module), LumenPolicy):
         # Its policy says nothing of its passes. Not traced: FSDP2's own hooks are not, either.
         module.register_forward_pre_hook(torch.compiler.disable(_Begins(root)), prepend=True)
     if policy.print_plan:
         _print_plans()
+
+
+def _check_effect(policy: LumenPolicy, modules: list[torch.nn.Module]) -> None:
+    """Raise where a policy was meant to quantize some of `modules`, none of which is; norms may have one, too."""
+    if not any(_BOUND in m.__dict__ for m in modules):
+        raise RuntimeError(
+            "LumenPolicy has no effect here: no module sharded with it was quantized. Call quant.enable(model, ...) "
+            "before torch's fully_shard, or use lumen_fsdp2.fully_shard, which does"
+        )
+    # A head that runs by itself, beside the model that holds its policy's quantized layers, is left on purpose.
+    if any(LEFT in m.__dict__ for m in modules) and not any(
+        isinstance(m, FSDPModule) and torch_internals.policy_of(m) == policy
+        for controller in live_controllers()
+        for m in controller.model.modules()
+    ):
+        raise RuntimeError(
+            "LumenPolicy has no effect here: a torch.nn.Linear that fully_shard is given itself is not quantized, as "
+            "its name is unknown. Call quant.enable(model, ...) on the whole model before fully_shard"
+        )
 
 
 def _print_plans() -> None:
@@ -250,5 +267,7 @@ def _rows(module: FSDPModule, names: dict[int, str], *, root: bool = False) -> l
                 rows.append(binding.row(full, gathers))
                 continue
             dtype = policy.param_dtype or param.sharded_param.dtype
-            rows.append(plan_row(full, param, gathers, None, "-", "not quantized", dtype))
+            alone = LEFT in owner.__dict__
+            reason = "not quantized: sharded by itself before quant.enable" if alone else "not quantized"
+            rows.append(plan_row(full, param, gathers, None, "-", reason, dtype))
     return rows

@@ -45,7 +45,9 @@ def _fresh(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def partial(rank: int, size: int, recipe: str, how: str, root: str) -> None:
-    model, policy = Switch(), policy_of(recipe)
+    import lumen_core.quantize as quant
+
+    model, policy = quant.enable(Switch(), recipe=recipe), policy_of(recipe)
     shard(model.a, size, policy, reshard_after_forward=True)
     shard(model.b, size, policy, reshard_after_forward=True)
     if root != "none":
@@ -71,7 +73,9 @@ def test_b34_nothing_is_stale_after_a_pass_that_left_it_out(pools, recipe: str, 
 
 
 def interrupted(rank: int, size: int, by_hand: bool) -> None:
-    model = Switch()
+    import lumen_core.quantize as quant
+
+    model = quant.enable(Switch(), recipe="tensorwise")
     shard(model, size, policy_of("tensorwise"), parts=[model.a, model.b])
     x = batch()
     with torch.no_grad():
@@ -95,7 +99,7 @@ def test_b34_nothing_is_stale_after_an_exception_or_when_unsharded_by_hand(pools
 def one_reduction(rank: int, size: int, root: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model, policy = stack(), policy_of("tensorwise")
+    model, policy = nn.Sequential(*(nn.Sequential(*stack(1)) for _ in range(3))), policy_of("tensorwise")
     for each in model:
         shard(each, size, policy)
     shard(model, size, policy if root == "ours" else MixedPrecisionPolicy())
@@ -217,7 +221,8 @@ def test_layers_then_root_is_as_the_whole_model_prepared_first(pools) -> None:
 def only_bytes(rank: int, size: int, recipe: str, flavour: str) -> None:
     from lumen_core.config import QuantConfig
 
-    model = nn.Linear(128, 256, bias=False)  # nothing else in its group, so that no other dtype makes it bytes
+    # Nothing else in its group, so that no other dtype makes it bytes.
+    model = nn.Sequential(nn.Linear(128, 256, bias=False))
     shard(model, size, policy_of(QuantConfig.from_recipe(recipe, flavour=flavour)))
     with recorded() as calls:
         model(batch()).square().mean().backward()

@@ -52,3 +52,67 @@ def grouped(rank: int, size: int, recipe: str, ours: bool) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 def test_a_group_of_several_modules_is_bound_once(pools, recipe: str, ours: bool) -> None:
     pools[2].run(grouped, recipe, ours)
+
+
+class Headed(nn.Module):
+    """Two blocks, a norm and an output head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(*stack(1)) for _ in range(2))
+        self.norm, self.lm_head = nn.LayerNorm(128), nn.Linear(128, 96, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def headed(rank: int, size: int, together: bool, root: bool) -> None:
+    """The head's output is that of its high-precision weight, and only the blocks travel quantized."""
+    from lumen_fsdp2 import plan
+
+    model = Headed()
+    rest = [[model.norm, model.lm_head]] if together else [model.norm, model.lm_head]
+    policy = policy_of("mxfp8-32x32")
+    if root:
+        shard(model, size, policy, parts=[*model.layers, *rest])
+    else:
+        for each in (*model.layers, model.norm, model.lm_head):
+            shard(each, size, policy)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    model(batch()).square().mean().backward()
+    ((x, out),) = seen
+    assert torch.equal(out, nn.functional.linear(x, model.lm_head.weight.full_tensor()))
+    rows = {row.name: row for row in plan(model).rows}
+    assert {name for name, row in rows.items() if row.mode != "-"} == {"layers.0.0.weight", "layers.1.0.weight"}
+    assert "sharded by itself" in rows["lm_head.weight"].reason and "itself" not in rows["norm.weight"].reason
+
+
+@pytest.mark.parametrize("together, root", [(True, True), (False, True), (False, False)])
+def test_an_output_head_in_a_group_of_its_own_stays_in_high_precision(pools, together: bool, root: bool) -> None:
+    pools[2].run(headed, together, root)
+
+
+def lone(rank: int, size: int) -> None:
+    """A model that is nothing but linears: refused where nothing would be quantized, and quantized when asked for."""
+    import lumen_core.quantize as quant
+    from lumen_fsdp2 import plan
+
+    for parts in ([], [0, 1]):
+        model = stack(2) if parts else nn.Linear(128, 128)
+        policy = policy_of("mxfp8", param_dtype=torch.bfloat16 if parts else None)  # one that no other model has
+        shard(model, size, policy, parts=[model[i] for i in parts])
+        with recorded() as calls, pytest.raises(RuntimeError, match=r"no effect.*quant\.enable"):
+            model(batch())
+        assert not calls
+    for recipe in (None, "mxfp8,ignored_modules=[1]"):
+        model = quant.enable(stack(2), recipe="mxfp8,ignored_modules=[1]")
+        shard(model, size, policy_of(recipe), parts=list(model))
+        model(batch()).sum().backward()
+        assert [row.mode for row in plan(model).rows if row.name.endswith("weight")] == ["row", "-"]
+
+
+def test_a_linear_alone_is_never_ignored_silently(pools) -> None:
+    pools[2].run(lone)
