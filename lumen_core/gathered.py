@@ -97,7 +97,13 @@ class WeightView:
         return self.info.wire.decode(self.parts[0], self.parts[1], self.shape)
 
     def columns(self) -> QuantizedTensor:
-        """The transposed weight `[K, N]` as it was gathered for dgrad."""
+        """The transposed weight `[K, N]` as it was gathered for dgrad.
+
+        Raises:
+            RuntimeError: only the other direction was gathered.
+        """
+        if not self.has_columns:
+            raise RuntimeError(f"{self.info.name}: a backward pass met a weight that was gathered for the forward pass")
         codes, scale = self.parts[2:4] if self.info.direction == BOTH else self.parts[:2]
         return self.info.wire.decode_columns(codes, scale, self.shape)
 

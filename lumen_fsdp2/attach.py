@@ -21,10 +21,12 @@ from lumen_core.linear import QuantLinear
 from lumen_core.names import plain_name
 from lumen_fsdp2 import torch_internals
 from lumen_fsdp2.amax import AmaxKeeper, keeper_of
-from lumen_fsdp2.binding import BINDINGS, Binding, binding_of, plan_row, say_once
+from lumen_fsdp2.binding import BINDINGS, Binding, binding_of, plan_row
 from lumen_fsdp2.comm import LumenAllGather, LumenReduceScatter
+from lumen_fsdp2.on_demand import OnDemand
 from lumen_fsdp2.plan import ON_DEMAND, ROW, Plan, PlanRow
 from lumen_fsdp2.policy import LumenPolicy
+from lumen_fsdp2.say import say_once
 
 _BOUND = "_lumen_bound"  # of a sharded module: the policy that it was bound with
 LEFT = "_lumen_left"  # of a linear that `fully_shard` was given itself, and did not quantize
@@ -51,6 +53,7 @@ def bind(module: FSDPModule, policy: LumenPolicy, keeper: AmaxKeeper) -> int:
     for group in torch_internals.groups(module):
         if torch_internals.reshards_to_smaller_world(group):
             raise fewer_ranks("<int>")
+        on_demand = OnDemand(group)
         for owner, name, param in torch_internals.parameters(group):
             if not isinstance(owner, _QUANTIZED) or len(torch_internals.local_shape(param)) not in (2, 3):
                 continue
@@ -61,6 +64,9 @@ def bind(module: FSDPModule, policy: LumenPolicy, keeper: AmaxKeeper) -> int:
                 bindings[name].release()
             bindings[name] = binding
             found += 1
+            if binding.mode == ON_DEMAND:
+                binding.on_demand = on_demand
+                on_demand.bindings.append(binding)
             if binding.mode == ON_DEMAND or _dgrad_from_rows(binding, policy):
                 _from_rows(owner)
             if binding.wire is not None and binding.wire.per_tensor and len(binding.shape) == 2:
@@ -160,6 +166,9 @@ def _introduce(policy: LumenPolicy, root: Any) -> None:
     inside = list(module.modules())
     if not any(isinstance(m, _QUANTIZED) for m in inside) and controller_over(module) is None:
         _check_effect(policy, inside)
+    for name, each in module.named_modules():
+        for parameter, binding in each.__dict__.get(BINDINGS, {}).items():
+            binding.call(".".join(filter(None, (plain_name(name), parameter))))
     _passes[root] = _one_keeper([b for m in inside for b in m.__dict__.get(BINDINGS, {}).values()])
     if not isinstance(torch_internals.policy_of(module), LumenPolicy):
         # Its policy says nothing of its passes. Not traced: FSDP2's own hooks are not, either.

@@ -116,3 +116,59 @@ def lone(rank: int, size: int) -> None:
 
 def test_a_linear_alone_is_never_ignored_silently(pools) -> None:
     pools[2].run(lone)
+
+
+class Checkpointed(nn.Module):
+    """A linear whose activations are kept, recomputed or moved, as the rank is told."""
+
+    how = "kept"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128, bias=False)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "recomputed":
+            return torch.utils.checkpoint.checkpoint(self._forward, x, use_reentrant=False)
+        if self.how == "moved":
+            with torch.autograd.graph.save_on_cpu():
+                return self._forward(x)
+        return self._forward(x)
+
+
+def unlike(rank: int, size: int, recipe: str, how: str) -> None:
+    """One rank recomputes from the second step on: the gradients are those of mode `row` then, and told."""
+    from lumen_fsdp2 import plan
+
+    models = []
+    for mode in ("on-demand", "row"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Checkpointed(), Checkpointed())
+        for block in model:
+            block.down.weight.data[::3] *= 100.0  # so that blocks of the two directions have other scales
+        models.append(shard(model, size, policy_of(f"{recipe},stochastic_rounding=false", all_gather_mode=mode), parts=model))
+    for step in range(3):
+        grads = []
+        for model in models:
+            for block in model:
+                block.how = how if step and rank == size - 1 else "kept"
+            with recorded() as calls:
+                model(batch(rank).requires_grad_()).square().mean().backward()
+            grads.append([p.grad.full_tensor() for p in model.parameters()])
+            model.zero_grad()
+            asked = [kind for kind, _, _ in calls].count("all_reduce")
+            assert asked == (2 if model is models[0] and step < 2 else 0), (step, asked, plan(model))
+        same = [torch.equal(a, b) for a, b in zip(*grads)]
+        assert all(same) == (step > 0), (step, same)
+        modes = {row.mode for row in plan(models[0]).rows if row.name.endswith("weight")}
+        assert modes == {"row" if step else "on-demand"}
+
+
+@pytest.mark.parametrize("how", ["recomputed", "moved"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_do_not_recompute_alike_send_the_same_direction(pools, size: int, recipe: str, how: str) -> None:
+    pools[size].run(unlike, recipe, how)
