@@ -7,15 +7,13 @@ nothing is known of the policy yet. Then each FSDP2 group whose policy is a `Lum
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from lumen_core.comm.collectives import Collectives, collectives_for
-from lumen_core.controller import controller_over, live_controllers
+from lumen_core.controller import controller_over, controllers, live_controllers
 from lumen_core.experts import QuantExperts
 from lumen_core.linear import QuantLinear
 from lumen_core.names import plain_name
@@ -26,7 +24,6 @@ from lumen_fsdp2.comm import LumenAllGather, LumenReduceScatter
 from lumen_fsdp2.on_demand import OnDemand
 from lumen_fsdp2.plan import ON_DEMAND, ROW, Plan, PlanRow
 from lumen_fsdp2.policy import LumenPolicy
-from lumen_fsdp2.say import say_once
 
 _BOUND = "_lumen_bound"  # of a sharded module: the policy that it was bound with
 LEFT = "_lumen_left"  # of a linear that `fully_shard` was given itself, and did not quantize
@@ -72,7 +69,7 @@ def bind(module: FSDPModule, policy: LumenPolicy, keeper: AmaxKeeper) -> int:
             if binding.wire is not None and binding.wire.per_tensor and len(binding.shape) == 2:
                 binding.keeper = keeper
                 keeper.bindings.append(binding)
-        _attach_collectives(module, group, policy)
+        _attach_collectives(module, policy)
     for each in torch_internals.sharded_with(module):
         each.__dict__[_BOUND] = policy
     _passes.clear()
@@ -106,22 +103,9 @@ def _from_rows(owner: torch.nn.Module) -> None:
         owner.quant_config = config.replace(dgrad_weight="from_rows")
 
 
-def _attach_collectives(module: FSDPModule, group: Any, policy: LumenPolicy) -> None:
-    collectives = _collectives(group.mesh_info.shard_process_group, policy.collectives, group.device)
-    module.set_custom_all_gather(LumenAllGather(collectives, shares=_Shares(module)))
-    module.set_custom_reduce_scatter(LumenReduceScatter(collectives, policy.low_precision_reduce_scatter))
-
-
-@functools.cache
-def _collectives(process_group: torch.distributed.ProcessGroup, choice: str, device: torch.device) -> Collectives:
-    """One for all modules over a group: choosing may take a collective, and MORI's buffers are hundreds of megabytes.
-
-    Kept as long as the process: letting go of it when the last model does would leave to each rank's garbage collector
-    which of them choose again.
-    """
-    collectives, reason = collectives_for(process_group, choice, device)
-    say_once(f"collectives: {collectives.name} ({reason})")
-    return collectives
+def _attach_collectives(module: FSDPModule, policy: LumenPolicy) -> None:
+    module.set_custom_all_gather(LumenAllGather(policy.collectives, shares=_Shares(module)))
+    module.set_custom_reduce_scatter(LumenReduceScatter(policy.collectives, policy.low_precision_reduce_scatter))
 
 
 class _Shares:
@@ -161,8 +145,8 @@ def at_forward(policy: LumenPolicy, state: Any) -> None:
 
 def _introduce(policy: LumenPolicy, root: Any) -> None:
     """Bind what is not yet in the model that runs for the first time."""
-    bind_all(policy)
     (module,) = torch_internals.modules_of(root)
+    bind_inside(module)
     inside = list(module.modules())
     if not any(isinstance(m, _QUANTIZED) for m in inside) and controller_over(module) is None:
         _check_effect(policy, inside)
@@ -232,12 +216,17 @@ def _one_keeper(bindings: list[Binding]) -> AmaxKeeper:
     return one
 
 
-def bind_all(policy: LumenPolicy) -> None:
-    """Bind every module below an enabled model that was sharded with `policy` and is not bound yet."""
-    for controller in live_controllers():
+def bind_inside(model: torch.nn.Module) -> None:
+    """Bind what is sharded with a `LumenPolicy` in `model`, or in the enabled model that it is part of.
+
+    Only where `quant.enable` was called; nothing else is touched, and nothing is sent.
+    """
+    over = controller_over(model)
+    for controller in controllers(model) if over is None else [over]:
         for module in controller.model.modules():
-            if isinstance(module, FSDPModule) and torch_internals.policy_of(module) is policy:
-                if module.__dict__.get(_BOUND) is not policy:
+            if isinstance(module, FSDPModule):
+                policy = torch_internals.policy_of(module)
+                if isinstance(policy, LumenPolicy) and module.__dict__.get(_BOUND) is not policy:
                     bind(module, policy, keeper_of(controller))
 
 
@@ -250,10 +239,7 @@ def plan(model: torch.nn.Module) -> Plan:
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not modules:
         raise ValueError(f"{type(model).__name__} is not sharded: call fully_shard first")
-    for module in modules:
-        policy = torch_internals.policy_of(module)
-        if isinstance(policy, LumenPolicy) and _BOUND not in module.__dict__:
-            bind_all(policy)  # with torch's own fully_shard nothing is bound before the first pass
+    bind_inside(model)  # with torch's own fully_shard nothing is bound before the first pass
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
     inner = {id(m) for module in modules for m in module.modules() if m is not module}
     first: dict[int, FSDPModule] = {}  # of those that were sharded together and share their groups

@@ -172,3 +172,58 @@ def unlike(rank: int, size: int, recipe: str, how: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_do_not_recompute_alike_send_the_same_direction(pools, size: int, recipe: str, how: str) -> None:
     pools[size].run(unlike, recipe, how)
+
+
+def one_rank_asks(rank: int, size: int, ours: bool) -> None:
+    """`plan` on rank 0 alone: a collective would wait for the others. Another model's groups are left alone."""
+    import lumen_core.quantize as quant
+    from lumen_fsdp2 import attach, comm, plan
+
+    policy = policy_of(None)
+    model, other = (shard(quant.enable(stack(), recipe="mxfp8"), size, policy, ours=ours) for _ in range(2))
+    comm.chosen.cache_clear()
+    asked = []
+
+    def choose(group, choice, device, *rest):
+        asked.append(choice)
+        torch.distributed.barrier(group)  # as on a ROCm build, where ranks come to the choice together
+        return kept(group, choice, device, *rest)
+
+    kept, comm.collectives_for = comm.collectives_for, choose
+    try:
+        if rank == 0:
+            assert [row.mode for row in plan(model).rows if row.name.endswith("weight")] == ["row"] * 3
+        assert not asked
+        for _ in range(2):
+            model(batch()).sum().backward()
+        other(batch())
+        assert asked == ["auto"]  # one for all modules of a group
+    finally:
+        comm.collectives_for = kept
+        comm.chosen.cache_clear()
+    if not ours:
+        third = shard(quant.enable(stack(), recipe="mxfp8"), size, policy, ours=False)
+        plan(other)
+        assert all(attach._BOUND not in m.__dict__ for m in third.modules())
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch's"])
+def test_a_plan_makes_no_collective(pools, ours: bool) -> None:
+    pools[2].run(one_rank_asks, ours)
+
+
+def asked_for(rank: int, size: int) -> None:
+    """Every group gets what the policy asks for, the second mesh of a model too."""
+    import torch.distributed as dist
+
+    from lumen_fsdp2.comm import LumenAllGather
+
+    everyone, pairs = dist.group.WORLD, [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    gather = LumenAllGather("mori")
+    for group in (everyone, pairs[rank // 2]):
+        with pytest.raises(RuntimeError, match="MORI collectives cannot be used"):
+            gather(torch.empty(group.size()), torch.ones(1), group)
+
+
+def test_collectives_that_were_asked_for_are_not_replaced(pools) -> None:
+    pools[4].run(asked_for)
