@@ -27,7 +27,8 @@ from lumen_fsdp2.policy import LumenPolicy
 
 _BOUND = "_lumen_bound"  # of a sharded module: the policy that it was bound with
 LEFT = "_lumen_left"  # of a linear that `fully_shard` was given itself, and did not quantize
-_PRINTED = "_lumen_plan_printed"  # of an enabled model
+_PRINTED = "_lumen_plan_printed"  # of a model that ran
+_HOOKED = "_lumen_begins"  # of a root that tells when its passes begin
 _QUANTIZED = (QuantLinear, QuantExperts)
 _passes: weakref.WeakKeyDictionary[Any, AmaxKeeper] = weakref.WeakKeyDictionary()  # by FSDP2's state of a root
 
@@ -72,8 +73,13 @@ def bind(module: FSDPModule, policy: LumenPolicy, keeper: AmaxKeeper) -> int:
         _attach_collectives(module, policy)
     for each in torch_internals.sharded_with(module):
         each.__dict__[_BOUND] = policy
-    _passes.clear()
+    for root in [root for root in _passes if _holds(root, module)]:
+        del _passes[root]  # to be introduced again
     return found
+
+
+def _holds(root: Any, module: torch.nn.Module) -> bool:
+    return any(m is module for top in torch_internals.modules_of(root) for m in top.modules())
 
 
 def _check_recipe(owner: torch.nn.Module, policy: LumenPolicy) -> None:
@@ -154,11 +160,13 @@ def _introduce(policy: LumenPolicy, root: Any) -> None:
         for parameter, binding in each.__dict__.get(BINDINGS, {}).items():
             binding.call(".".join(filter(None, (plain_name(name), parameter))))
     _passes[root] = _one_keeper([b for m in inside for b in m.__dict__.get(BINDINGS, {}).values()])
-    if not isinstance(torch_internals.policy_of(module), LumenPolicy):
+    _passes[root].begin_pass()
+    if not isinstance(torch_internals.policy_of(module), LumenPolicy) and _HOOKED not in module.__dict__:
+        module.__dict__[_HOOKED] = True
         # Its policy says nothing of its passes. Not traced: FSDP2's own hooks are not, either.
         module.register_forward_pre_hook(torch.compiler.disable(_Begins(root)), prepend=True)
     if policy.print_plan:
-        _print_plans()
+        _print_plan(module)
 
 
 def _check_effect(policy: LumenPolicy, modules: list[torch.nn.Module]) -> None:
@@ -180,13 +188,14 @@ def _check_effect(policy: LumenPolicy, modules: list[torch.nn.Module]) -> None:
         )
 
 
-def _print_plans() -> None:
-    """Print the plan of each enabled and bound model once, on rank 0."""
-    for model in (controller.model for controller in live_controllers()):
-        if _PRINTED not in model.__dict__ and any(_BOUND in m.__dict__ for m in model.modules()):
-            model.__dict__[_PRINTED] = True
-            if torch.distributed.get_rank() == 0:
-                print(plan(model), flush=True)
+def _print_plan(root: torch.nn.Module) -> None:
+    """Print the plan of the model that runs, once, on rank 0; where `root` is a part of an enabled model, of that."""
+    over = controller_over(root)
+    model = root if over is None else over.model
+    if _PRINTED not in model.__dict__ and (over is not None or controllers(model)):
+        model.__dict__[_PRINTED] = True
+        if torch.distributed.get_rank() == 0:
+            print(plan(model), flush=True)
 
 
 class _Begins:

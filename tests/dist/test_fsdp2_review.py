@@ -227,3 +227,66 @@ def asked_for(rank: int, size: int) -> None:
 
 def test_collectives_that_were_asked_for_are_not_replaced(pools) -> None:
     pools[4].run(asked_for)
+
+
+def many_models(rank: int, size: int) -> None:
+    """Binding another model leaves a root as it was: one hook, and not introduced again."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from lumen_fsdp2 import attach
+
+    def made():
+        model = nn.Sequential(*(nn.Sequential(*stack(1)) for _ in range(2)))
+        for each in model:
+            shard(each, size, policy_of("tensorwise"))
+        return shard(model, size, MixedPrecisionPolicy())
+
+    introduced, counts, kept = [], set(), attach._introduce
+    attach._introduce = lambda policy, root: (introduced.append(root), kept(policy, root))
+    try:
+        first = made()
+        for _ in range(3):
+            first(batch()).sum().backward()
+            made()(batch())
+            with recorded() as calls:
+                first(batch())
+            assert [kind for kind, _, _ in calls].count("all_reduce") == 1
+            counts.add(len(first._forward_pre_hooks))
+        assert len(introduced) == 4  # each model once
+        (hooks,) = counts
+        attach.bind(first[0], policy_of("tensorwise"), _bindings(first)[0].keeper)
+        first(batch())
+        assert len(introduced) == 5 and len(first._forward_pre_hooks) == hooks
+    finally:
+        attach._introduce = kept
+
+
+def test_models_beside_each_other_do_not_disturb_each_other(pools) -> None:
+    pools[2].run(many_models)
+
+
+def printed(rank: int, size: int) -> None:
+    """Only what runs prints its plan, once, and only where the policy prints."""
+    import contextlib
+    import io
+
+    import lumen_core.quantize as quant
+
+    def output(model):
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            model(batch())
+            model(batch())
+        return text.getvalue().count("low-precision all-gather:")
+
+    def made(prints: bool, ours: bool):
+        model = quant.enable(nn.Sequential(*stack()), recipe="mxfp8")
+        return shard(model, size, policy_of(None, print_plan=prints), ours=ours)
+
+    for ours in (True, False):
+        waiting, silent, loud = made(True, ours), made(False, ours), made(True, ours)
+        expected = int(rank == 0)
+        assert [output(m) for m in (silent, loud, silent, waiting)] == [0, expected, 0, expected]
+
+
+def test_only_the_model_that_runs_prints_its_plan(pools) -> None:
+    pools[2].run(printed)
