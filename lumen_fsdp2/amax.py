@@ -63,7 +63,8 @@ class AmaxKeeper:
             by_group.setdefault(binding.group, []).append(binding)
         for group, members in by_group.items():
             locals_ = [binding.local() for binding in members]
-            own = absmax(locals_)
+            # Offloaded parts are on the CPU; the group's backend, and the shards that are quantized, on its device.
+            own = absmax(locals_).to(members[0].device)
             if group.size() > 1:
                 C10dCollectives(group).all_reduce(own, dist.ReduceOp.MAX, label="weight amax")
             for binding, value in zip(members, own.unbind()):

@@ -103,6 +103,11 @@ class Binding:
         """What stands for the weights that are gathered in the same call."""
         return self._fsdp_group()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is gathered; with CPU offload its parts are elsewhere."""
+        return self._fsdp_group().device
+
     def release(self) -> None:
         """Another binding of the same parameter takes its place."""
         if self.keeper is not None:

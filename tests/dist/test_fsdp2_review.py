@@ -290,3 +290,39 @@ def printed(rank: int, size: int) -> None:
 
 def test_only_the_model_that_runs_prints_its_plan(pools) -> None:
     pools[2].run(printed)
+
+
+def offloaded(rank: int, size: int) -> None:
+    """CPU offload beside a GPU, which this machine has not: FSDP2's groups say that they gather on device `meta`.
+
+    Shows where the amax is when it is reduced and where the scale comes from; nothing is gathered or computed there.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    from lumen_fsdp2 import amax
+
+    model = nn.Sequential(*stack())
+    shard(model, size, policy_of("tensorwise"), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    reduced = []
+
+    class Spy:
+        def __init__(self, group):
+            pass
+
+        def all_reduce(self, tensor, op, label=None):
+            reduced.append(tensor.device.type)
+
+    bindings = _bindings(model)
+    for binding in bindings:
+        assert binding.local().device.type == "cpu"
+        binding._fsdp_group().device = torch.device("meta")
+    kept, amax.C10dCollectives = amax.C10dCollectives, Spy
+    try:
+        bindings[0].keeper.before_gather(bindings[0])
+    finally:
+        amax.C10dCollectives = kept
+    assert reduced == ["meta"] and {b.amax.device.type for b in bindings} == {"meta"}
+
+
+def test_amax_of_offloaded_weights_is_reduced_where_they_are_gathered(pools) -> None:
+    pools[2].run(offloaded)
