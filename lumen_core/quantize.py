@@ -97,7 +97,7 @@ def enable_rest(model: torch.nn.Module, config: QuantConfig, *, may_be_empty: bo
             raise ValueError(
                 f"recipe {config} on a model whose {type(part.model).__name__} was enabled with {part.config}"
             )
-    selection = select(model, config, may_be_empty=may_be_empty or bool(parts))
+    selection = select(model, config, may_be_empty=may_be_empty or bool(parts), may_be_part=True)
     if not selection.targets and not parts:
         return model
     _convert(selection, config)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import lumen_core.quantize as quant
 from lumen_core.controller import Controller, controller_over, controllers
+from lumen_core.experts import is_expert_bank
 from lumen_fsdp2.amax import AmaxKeeper, keeper_of
 from lumen_fsdp2.attach import LEFT, bind, fewer_ranks
 from lumen_fsdp2.policy import LumenPolicy
@@ -78,14 +79,16 @@ def _prepare(module: torch.nn.Module, policy: LumenPolicy) -> None:
     if type(module) is torch.nn.Linear:
         module.__dict__[LEFT] = True
         return
+    if not inside and _is_leftover(module):
+        return
     if any(not c.model.__dict__.get(_OURS) for c in inside):
         return
     _enable_around(module, policy, inside)
 
 
 def _is_leftover(module: torch.nn.Module) -> bool:
-    """True for a module without any linear weight: embeddings, norms."""
-    return not any(isinstance(m, torch.nn.Linear) for m in module.modules())
+    """True for a module with nothing to quantize: embeddings, norms."""
+    return not any(isinstance(m, torch.nn.Linear) or is_expert_bank(m) for m in module.modules())
 
 
 def _enable_around(module: torch.nn.Module, policy: LumenPolicy, inside: list[Controller]) -> None:

@@ -107,8 +107,8 @@ def lone(rank: int, size: int) -> None:
         with recorded() as calls, pytest.raises(RuntimeError, match=r"no effect.*quant\.enable"):
             model(batch())
         assert not calls
-    for recipe in (None, "mxfp8,ignored_modules=[1]"):
-        model = quant.enable(stack(2), recipe="mxfp8,ignored_modules=[1]")
+    for recipe in (None, "mxfp8,ignored_modules=1"):
+        model = quant.enable(stack(2), recipe="mxfp8,ignored_modules=1")
         shard(model, size, policy_of(recipe), parts=list(model))
         model(batch()).sum().backward()
         assert [row.mode for row in plan(model).rows if row.name.endswith("weight")] == ["row", "-"]
@@ -363,3 +363,24 @@ def inference(rank: int, size: int, kind: str) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_inference_mode(pools, size: int, kind: str) -> None:
     pools[size].run(inference, kind)
+
+
+def patterns(rank: int, size: int) -> None:
+    """Names in patterns are relative to a block; the error says so. What holds in every block may be used."""
+    from lumen_fsdp2 import plan
+
+    for option in ("ignored_modules", "apply_modules"):
+        config = f"mxfp8,{option}=layers.0.*"
+        with pytest.raises(ValueError, match=rf"{option}: .*relative to .*Sequential: .*quant\.enable\(root\)"):
+            shard(Headed().layers[0], size, policy_of(config))
+    for recipe in ("mxfp8,apply_modules=*1", "mxfp8,ignored_modules=*0"):
+        model = Headed()
+        for i in range(2):
+            model.layers[i] = nn.Sequential(*stack(2))
+        shard(model, size, policy_of(recipe), parts=[model.norm, *model.layers])
+        low = [row.name for row in plan(model).rows if row.mode != "-"]
+        assert low == ["layers.0.1.weight", "layers.1.1.weight"]
+
+
+def test_patterns_block_by_block(pools) -> None:
+    pools[2].run(patterns)
