@@ -180,7 +180,7 @@ def plan_row(name, param, gathers, wire, mode, reason, dtype, *, delayed=False) 
     else:
         size = sum(part_bytes(wire, shape, mode, delayed=delayed))
     text = str(dtype).removeprefix("torch.") if wire is None else wire.name
-    return PlanRow(name, shape, text, mode, size if world > 1 else 0, gathers, reason)
+    return PlanRow(name, shape, text, mode, size if world > 1 else 0, gathers, reason, dtype)
 
 
 def _packed(sent: list[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lumen_core.config import QuantConfig
+from lumen_core.values import suggestion
 from lumen_fsdp2 import torch_internals
 
 MODES = ("auto", "on-demand", "all", "row")
@@ -54,9 +55,10 @@ class LumenPolicy(MixedPrecisionPolicy):
         ):
             if getattr(self, name) not in allowed:
                 words = ", ".join(str(word) for word in allowed)
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {words}")
-        for name in ("low_precision_all_gather", "low_precision_reduce_scatter", "print_plan"):
-            if not isinstance(getattr(self, name), bool):
+                near = suggestion(getattr(self, name), [word for word in allowed if word])
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {words}{near}")
+        for name in ("low_precision_all_gather", "low_precision_reduce_scatter", "print_plan", "cast_forward_inputs"):
+            if not isinstance(getattr(self, name), (bool, _AskedAtForward)):
                 raise TypeError(f"{name}={getattr(self, name)!r}: must be True or False")
         for name in ("recipe", "wire"):
             value = getattr(self, name)

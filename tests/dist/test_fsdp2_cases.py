@@ -145,7 +145,8 @@ def test_what_is_refused_is_refused_before_anything_is_sent(pools) -> None:
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"all_gather_mode": "rows"}, "auto, on-demand, all, row"),
+        ({"all_gather_mode": "rows"}, "auto, on-demand, all, row \\(nearest: 'row'\\)"),
+        ({"all_gather_mode": "ondemand"}, "nearest: 'on-demand'"),
         ({"collectives": "nccl"}, "auto, c10d, mori"),
         ({"recipe": "mxfp9"}, "mxfp9"),
         ({"wire": "fp8"}, "fp8"),
@@ -157,6 +158,16 @@ def test_wrong_values_name_what_is_allowed(options: dict, text: str) -> None:
 
     with pytest.raises(ValueError, match=text):
         LumenPolicy(**options)
+
+
+@pytest.mark.parametrize(
+    "name", ["cast_forward_inputs", "low_precision_all_gather", "low_precision_reduce_scatter", "print_plan"]
+)
+def test_a_switch_is_true_or_false(name: str) -> None:
+    from lumen_fsdp2 import LumenPolicy
+
+    with pytest.raises(TypeError, match=f"{name}=None: must be True or False"):
+        LumenPolicy(**{name: None})
 
 
 def copies_of_a_policy(rank: int, size: int) -> None:

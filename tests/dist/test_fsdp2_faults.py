@@ -341,3 +341,27 @@ def by_number(rank: int, size: int) -> None:
 
 def test_b40_fewer_ranks_after_forward_are_refused_before_anything_is_sent(pools) -> None:
     pools[4].run(by_number)
+
+
+def worded(rank: int, size: int) -> None:
+    """What a user reads: bytes beside those of the dtype in use, and which weight `on-demand` gave up on."""
+    import contextlib
+    import io
+
+    from lumen_fsdp2 import plan, say
+
+    say._said.clear()
+    for dtype, text in ((None, "(in float32: 8)"), (torch.bfloat16, "(in bfloat16: 4)")):
+        policy = policy_of("mxfp8", param_dtype=dtype, all_gather_mode="on-demand")
+        model = shard(nn.Sequential(nn.Sequential(*stack(2))), size, policy, reshard_after_forward=True)
+        assert text in str(plan(model))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for _ in range(2):
+            with torch.autograd.graph.save_on_cpu():
+                model(batch()).sum().backward()
+    lines = [line for line in out.getvalue().splitlines() if "on-demand" in line]
+    assert len(lines) == (rank == 0) and all("became row for 0.0.weight" in line for line in lines)
+
+
+def test_messages(pools) -> None:
+    pools[2].run(worded)
