@@ -158,7 +158,8 @@ def _introduce(policy: LumenPolicy, root: Any) -> None:
         _check_effect(policy, inside)
     for name, each in module.named_modules():
         for parameter, binding in each.__dict__.get(BINDINGS, {}).items():
-            binding.call(".".join(filter(None, (plain_name(name), parameter))))
+            if binding.info is not None:
+                binding.info.name = ".".join(filter(None, (plain_name(name), parameter)))  # for messages
     _passes[root] = _one_keeper([b for m in inside for b in m.__dict__.get(BINDINGS, {}).values()])
     _passes[root].begin_pass()
     if not isinstance(torch_internals.policy_of(module), LumenPolicy) and _HOOKED not in module.__dict__:

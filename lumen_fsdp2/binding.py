@@ -113,11 +113,6 @@ class Binding:
         if self.keeper is not None:
             self.keeper.bindings.remove(self)
 
-    def call(self, name: str) -> None:
-        """What messages call the parameter."""
-        if self.info is not None:
-            self.info.name = name
-
     def in_forward_pass(self) -> bool:
         """True while the model around it runs forward."""
         return torch_internals.root_of_pass(self._fsdp_module()._get_fsdp_state()) is not None

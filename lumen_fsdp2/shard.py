@@ -59,8 +59,8 @@ def fully_shard(
     for each in modules:
         _prepare(each, policy)
     torch_fully_shard(module, mp_policy=policy, **options)
-    owner = controller_over(modules[0])
-    bind(modules[0], policy, AmaxKeeper() if owner is None else keeper_of(owner))
+    owners = [owner for owner in map(controller_over, modules) if owner is not None]
+    bind(modules[0], policy, keeper_of(owners[0]) if owners else AmaxKeeper())
     return module
 
 
