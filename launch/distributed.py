@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from launch.config import BackendConfig, ConfigError
 from lumen_core import quantize as quant
-from lumen_core.comm.collectives import collectives_for
 from lumen_fsdp2 import LumenPolicy, fully_shard
-from lumen_fsdp2.comm import LumenAllGather, LumenReduceScatter
+from lumen_fsdp2.comm import LumenAllGather, LumenReduceScatter, chosen
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # A rank may wait this long for the others: longer than writing a large checkpoint to a slow file system takes.
@@ -180,13 +179,14 @@ def shard_model(
     policy = _policy(dtype, backend, quantized=quant.is_enabled(model))
     options = {"mesh": world.mesh, "mp_policy": policy, "reshard_after_forward": backend.reshard_after_forward}
     with _collectives_told(backend.collectives):
-        for _, block in blocks:
-            fully_shard(block, **options)
-        # One group for everything else, which keeps tied embeddings one parameter. Its weights end the forward pass and
-        # begin the backward pass, so they stay gathered in between.
-        fully_shard(model, **(options | {"reshard_after_forward": False}))
-        if not isinstance(policy, LumenPolicy):
-            _count_bytes(model, world, backend)
+        chosen(world.mesh.get_group(), backend.collectives, world.device)  # now, not at the first gather
+    for _, block in blocks:
+        fully_shard(block, **options)
+    # One group for everything else, which keeps tied embeddings one parameter. Its weights end the forward pass and
+    # begin the backward pass, so they stay gathered in between.
+    fully_shard(model, **(options | {"reshard_after_forward": False}))
+    if not isinstance(policy, LumenPolicy):
+        _count_bytes(model, backend)
     sum_gradients(model)
     return model
 
@@ -215,12 +215,11 @@ def _policy(dtype: str, backend: BackendConfig, *, quantized: bool) -> MixedPrec
     )
 
 
-def _count_bytes(model: nn.Module, world: World, backend: BackendConfig) -> None:
+def _count_bytes(model: nn.Module, backend: BackendConfig) -> None:
     """Gives a model that is not quantized the collectives that a quantized one has, which count what they send."""
-    collectives, _ = collectives_for(world.mesh.get_group(), backend.collectives, world.device)
     for module in fsdp_modules(model):
-        module.set_custom_all_gather(LumenAllGather(collectives))
-        module.set_custom_reduce_scatter(LumenReduceScatter(collectives, backend.low_precision_reduce_scatter))
+        module.set_custom_all_gather(LumenAllGather(backend.collectives))
+        module.set_custom_reduce_scatter(LumenReduceScatter(backend.collectives, backend.low_precision_reduce_scatter))
 
 
 @contextlib.contextmanager

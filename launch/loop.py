@@ -331,6 +331,7 @@ class Trainer:
             wire_bytes={kind: row[f"{kind}_bytes"] for kind in KINDS},
             seconds_left=tokens / statistics.median(self.rates[-20:]),
             validation_loss=self.validation_loss,
+            validation_step=self.position.evaluated,
         )
 
     def _evaluate(self) -> None:

@@ -120,6 +120,7 @@ class Status:
     """What the screen shows at a logging interval; ``None`` where there is nothing yet.
 
     ``wire_bytes``: of the last step, by kind of collective; gathered outputs over all ranks, see `ByteMeter`.
+    ``validation_loss``: the last one, of ``validation_step``.
     """
 
     step: int
@@ -131,11 +132,13 @@ class Status:
     memory: float
     seconds_left: float
     validation_loss: float | None = None
+    validation_step: int | None = None
     wire_bytes: Mapping[str, int] | None = None
 
     def fields(self) -> list[tuple[str, str]]:
         """Name and value of each figure, with its unit."""
-        validation = "-" if self.validation_loss is None else f"{self.validation_loss:.4f}"
+        loss = self.validation_loss
+        validation = "-" if loss is None else f"{loss:.4f} (step {self.validation_step})"
         wire = [] if self.wire_bytes is None else [("wire", f"{traffic_text(self.wire_bytes)} a step")]
         return [
             ("loss", f"{self.loss:.4f}"),
@@ -280,7 +283,7 @@ class Reporter:
         """Records a validation loss."""
         self._record([{"kind": "eval", "step": step, "validation_loss": loss}])
         if self.status is not None and isinstance(self.display, RichDisplay):
-            self.display.update(replace(self.status, validation_loss=loss))  # not the one before
+            self.display.update(replace(self.status, validation_loss=loss, validation_step=step))  # not the one before
         self.message(f"step {step}: validation loss {loss:.4f}")
 
     def _record(self, rows: Sequence[dict[str, Any]]) -> None:

@@ -97,7 +97,13 @@ class WeightView:
         return self.info.wire.decode(self.parts[0], self.parts[1], self.shape)
 
     def columns(self) -> QuantizedTensor:
-        """The transposed weight `[K, N]` as it was gathered for dgrad."""
+        """The transposed weight `[K, N]` as it was gathered for dgrad.
+
+        Raises:
+            RuntimeError: only the other direction was gathered.
+        """
+        if not self.has_columns:
+            raise RuntimeError(f"{self.info.name}: a backward pass met a weight that was gathered for the forward pass")
         codes, scale = self.parts[2:4] if self.info.direction == BOTH else self.parts[:2]
         return self.info.wire.decode_columns(codes, scale, self.shape)
 
@@ -184,9 +190,29 @@ class GatheredWeight(torch.Tensor):
         info = self._info
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, wire={info.wire.name}, direction={info.direction})"
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same weight without its place in the graph; it cannot be given another."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise _read_only(self)
+
+    def __setitem__(self, index: object, value: object) -> None:
+        raise _read_only(self)
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_view(func) and not args[0].is_inference():
+            # What stands for a view of a tensor that was made outside has to be made there, too.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls._run(func, args, kwargs)
+        return cls._run(func, args, kwargs)
+
+    @classmethod
+    def _run(cls, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
         first = args[0] if args else None
         if _is_whole(func, args, cls):
             return cls(first.parts(), first._info, first.shape, first.dtype)
@@ -196,10 +222,8 @@ class GatheredWeight(torch.Tensor):
             # Only shape and dtype are asked for, maybe while the bytes are freed.
             stub = torch.empty(1, dtype=first.dtype, device=first.device).expand(first.shape)
             return func(stub, *args[1:], **kwargs)
-        if func._schema.is_mutable and _writes_to(func, args, cls):
-            raise RuntimeError(
-                f"{first._info.name}: a gathered weight is a read-only copy; write to the sharded parameter instead"
-            )
+        if func._schema.is_mutable:
+            _check_writes(func, args, kwargs, cls)
         args, kwargs = pytree.tree_map_only(cls, lambda t: t.dequantize_all(), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -210,18 +234,33 @@ def _is_whole(func: torch._ops.OpOverload, args: tuple, cls: type) -> bool:
         return (tuple(args[1]), tuple(args[2])) == (tuple(args[0].shape), args[0].stride())
     if func is _aten.view.default:
         return tuple(args[1]) == tuple(args[0].shape)
+    if func is _aten.view_as.default:
+        return isinstance(args[0], cls) and args[1].shape == args[0].shape
     return func in _SAME and isinstance(args[0], cls)
 
 
-def _writes_to(func: torch._ops.OpOverload, args: tuple, cls: type) -> bool:
-    return any(
-        a.alias_info is not None and a.alias_info.is_write and isinstance(value, cls)
-        for a, value in zip(func._schema.arguments, args)
+def _is_view(func: torch._ops.OpOverload) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _check_writes(func: torch._ops.OpOverload, args: tuple, kwargs: dict, cls: type) -> None:
+    """Refuse an operation that writes to a gathered weight: itself, an `out=`, or one of a list."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(each, cls):
+                    raise _read_only(each)
+
+
+def _read_only(weight: GatheredWeight) -> RuntimeError:
+    return RuntimeError(
+        f"{weight._info.name}: a gathered weight is a read-only copy; write to the sharded parameter instead"
     )
 
 
 _aten = torch.ops.aten
-_SAME = {_aten.detach.default, _aten.alias.default, _aten.view_as.default}
+_SAME = {_aten.detach.default, _aten.alias.default}
 _FACTORIES = {
     _aten.empty_like.default,
     _aten.zeros_like.default,

@@ -77,11 +77,16 @@ def enable(
     return model
 
 
-def enable_rest(model: torch.nn.Module, config: QuantConfig) -> torch.nn.Module:
+def enable_rest(model: torch.nn.Module, config: QuantConfig, *, may_be_empty: bool = False) -> torch.nn.Module:
     """Enable what is left in a model whose parts were enabled one by one, and let one controller own it all.
 
     For hosts that are given a model block by block, its root last. The parts' scaling state goes on under names
     relative to `model`.
+
+    Args:
+        model: the module that holds the parts.
+        config: the recipe of all of them.
+        may_be_empty: a model with neither a part nor anything to quantize is left as it is, and is no error.
 
     Raises:
         ValueError: a part has another recipe, or there is neither a part nor anything to quantize.
@@ -92,7 +97,9 @@ def enable_rest(model: torch.nn.Module, config: QuantConfig) -> torch.nn.Module:
             raise ValueError(
                 f"recipe {config} on a model whose {type(part.model).__name__} was enabled with {part.config}"
             )
-    selection = select(model, config, may_be_empty=bool(parts))
+    selection = select(model, config, may_be_empty=may_be_empty or bool(parts), may_be_part=True)
+    if not selection.targets and not parts:
+        return model
     _convert(selection, config)
     for part in parts:
         part.detach()

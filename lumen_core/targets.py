@@ -41,18 +41,22 @@ class Selection:
         return out
 
 
-def select(model: torch.nn.Module, config: QuantConfig, *, may_be_empty: bool = False) -> Selection:
+def select(
+    model: torch.nn.Module, config: QuantConfig, *, may_be_empty: bool = False, may_be_part: bool = False
+) -> Selection:
     """Apply a configuration's patterns, converters and first/last-layer rule to `model`.
 
     Args:
         may_be_empty: selecting nothing is no error, as where parts of the model are quantized already.
+        may_be_part: `model` may be a block of a model, whose patterns then hold names that it does not know.
 
     Raises:
         ValueError: a pattern matches nothing, nothing at all is selected, or the layer rule finds no stack of layers.
     """
     names = [plain_name(name) for name, _ in model.named_modules()]
+    hint = _relative_to(model) if may_be_part else ""
     for pattern in config.ignored_modules:
-        _require_match("ignored_modules", pattern, names)
+        _require_match("ignored_modules", pattern, names, hint)
     kept_layers = _kept_layers(model, config)
     encoder_layers = {
         plain_name(n) for n, m in model.named_modules() if isinstance(m, torch.nn.TransformerEncoderLayer)
@@ -77,8 +81,10 @@ def select(model: torch.nn.Module, config: QuantConfig, *, may_be_empty: bool = 
             selection.skipped.append((name, module, reason))
     convertible = [t.name for t in selection.targets] + [name for name, _, _ in selection.skipped]
     if convertible:
+        # Parts may have been converted before, as this pattern said.
+        convertible += [plain_name(n) for n, m in model.named_modules() if isinstance(m, (QuantLinear, QuantExperts))]
         for pattern in config.apply_modules:
-            _require_match("apply_modules", pattern, convertible)
+            _require_match("apply_modules", pattern, convertible, hint)
     if not selection.targets and not may_be_empty:
         raise ValueError(_nothing_selected(model, selection))
     return selection
@@ -155,12 +161,19 @@ def _layer_stacks(model: torch.nn.Module) -> list[tuple[str, list[str]]]:
     return stacks
 
 
-def _require_match(option: str, pattern: str, names: list[str]) -> None:
+def _relative_to(model: torch.nn.Module) -> str:
+    return (
+        f"; names are relative to the module given to fully_shard, here {type(model).__name__}: for those of the whole "
+        "model call quant.enable(root) on it first"
+    )
+
+
+def _require_match(option: str, pattern: str, names: list[str], more: str) -> None:
     if any(glob_match(name, pattern) for name in names):
         return
     near = difflib.get_close_matches(pattern.strip("*."), names, 1, 0.4)
     hint = f" (nearest: {near[0]!r})" if near else ""
-    raise ValueError(f"{option}: pattern {pattern!r} matches no module of the model{hint}")
+    raise ValueError(f"{option}: pattern {pattern!r} matches no module of the model{hint}{more}")
 
 
 def _nothing_selected(model: torch.nn.Module, selection: Selection) -> str:

@@ -16,10 +16,10 @@ from lumen_fsdp2 import torch_internals
 if TYPE_CHECKING:
     from lumen_fsdp2.binding import Binding
 
-_of: weakref.WeakKeyDictionary[Controller, WeightAmax] = weakref.WeakKeyDictionary()
+_of: weakref.WeakKeyDictionary[Controller, AmaxKeeper] = weakref.WeakKeyDictionary()
 
 
-class WeightAmax:
+class AmaxKeeper:
     """Largest magnitudes of the whole weights of one sharded model, current when a pass begins.
 
     Whether to take them again is decided by what all ranks see alike (which weight is gathered, and when), never by a
@@ -32,12 +32,12 @@ class WeightAmax:
         self.bindings: list[Binding] = []
         self._due = True
 
-    def take(self, other: WeightAmax) -> None:
+    def take(self, other: AmaxKeeper) -> None:
         """Keep the weights of another one too."""
         if other is self:
             return
         for binding in other.bindings:
-            binding.refresher = self
+            binding.keeper = self
         self.bindings += other.bindings
         other.bindings = []
         self._due = True
@@ -63,7 +63,8 @@ class WeightAmax:
             by_group.setdefault(binding.group, []).append(binding)
         for group, members in by_group.items():
             locals_ = [binding.local() for binding in members]
-            own = absmax(locals_)
+            # Offloaded parts are on the CPU; the group's backend, and the shards that are quantized, on its device.
+            own = absmax(locals_).to(members[0].device)
             if group.size() > 1:
                 C10dCollectives(group).all_reduce(own, dist.ReduceOp.MAX, label="weight amax")
             for binding, value in zip(members, own.unbind()):
@@ -71,8 +72,8 @@ class WeightAmax:
                 binding.amax = value.to(binding.compute_dtype).to(torch.float32)
 
 
-def amax_of(controller: Controller) -> WeightAmax:
+def keeper_of(controller: Controller) -> AmaxKeeper:
     """The one of an enabled model, made when first asked for."""
     if controller not in _of:
-        _of[controller] = WeightAmax()
+        _of[controller] = AmaxKeeper()
     return _of[controller]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from typing import Any
@@ -16,13 +15,13 @@ from lumen_core.config import QuantConfig
 from lumen_core.gathered import BOTH, COLUMNS, ROWS, GatherInfo
 from lumen_core.wire import WireFormat
 from lumen_fsdp2 import torch_internals
-from lumen_fsdp2.amax import WeightAmax
+from lumen_fsdp2.amax import AmaxKeeper
+from lumen_fsdp2.on_demand import SWITCHED, OnDemand
 from lumen_fsdp2.plan import ALL, ON_DEMAND, ROW, PlanRow, choose_mode, part_bytes, why_not
 from lumen_fsdp2.policy import LumenPolicy
 from lumen_fsdp2.weight import ShardedWeight
 
 BINDINGS = sharding.GATHER_ATTRIBUTE  # parameter name -> Binding
-_SWITCHED = "on-demand became row: weights are read again outside the pass that they were gathered for"
 
 
 class Binding:
@@ -36,6 +35,8 @@ class Binding:
         group: process group that the weight is cut over.
         amax: of the whole weight, 0-dim fp32, where one scale serves it.
         compute_dtype: in which the weight is quantized.
+        keeper: of the amax.
+        on_demand: decides its direction in that mode.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class Binding:
         self.group = torch_internals.process_group(param)
         self.compute_dtype = policy.param_dtype or param.sharded_param.dtype
         self.amax: torch.Tensor | None = None
-        self.refresher: WeightAmax | None = None
-        self._switched = False
+        self.keeper: AmaxKeeper | None = None
+        self.on_demand: OnDemand | None = None
         self.mode, self.wire, self.reason = "-", None, ""
         self.delayed = False
         self._decide(module, param, policy)
@@ -102,6 +103,16 @@ class Binding:
         """What stands for the weights that are gathered in the same call."""
         return self._fsdp_group()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is gathered; with CPU offload its parts are elsewhere."""
+        return self._fsdp_group().device
+
+    def release(self) -> None:
+        """Another binding of the same parameter takes its place."""
+        if self.keeper is not None:
+            self.keeper.bindings.remove(self)
+
     def in_forward_pass(self) -> bool:
         """True while the model around it runs forward."""
         return torch_internals.root_of_pass(self._fsdp_module()._get_fsdp_state()) is not None
@@ -115,12 +126,12 @@ class Binding:
         """What FSDP2 gathers, and `(binding, direction, extra)` for `receive`."""
         matrix = local if local.dim() == 2 else local.reshape(-1, local.shape[-1])
         extra: tuple[torch.Tensor, ...] = ()
-        direction = BOTH if self.mode == ALL else self._direction()
+        direction = self._direction()
         if self.wire.per_tensor and local.dim() == 3:
             floor = self.module.quant_states[self._name].in_use[WEIGHT] if self.delayed else None
             sent = list(self.wire.encode_experts(local, floor))
         elif self.wire.per_tensor:
-            self.refresher.before_gather(self)
+            self.keeper.before_gather(self)
             amax = self.amax
             if self.delayed:
                 amax = self.module.quant_state.weight_amax(self.amax)
@@ -144,23 +155,15 @@ class Binding:
         return [*parts, *extra]
 
     def _direction(self) -> str:
-        if self.mode != ON_DEMAND or self.info.rows_only:
-            self._tell_switch()
-            return ROWS
-        if not torch_internals.gathers_for_backward_only(self._fsdp_group()):
-            return ROWS
-        return COLUMNS
-
-    def _tell_switch(self) -> None:
-        if self.mode == ON_DEMAND and not self._switched:
-            self._switched = True
-            say_once(_SWITCHED)
+        if self.mode == ALL:
+            return BOTH
+        return ROWS if self.on_demand is None else self.on_demand.direction(self)
 
     def row(self, name: str, gathers: int) -> PlanRow:
         """The plan's line; `gathers` in a forward and a backward pass."""
         mode, reason = self.mode, self.reason
-        if mode == ON_DEMAND and (self._switched or gathers == 1):
-            mode, reason = ROW, _SWITCHED
+        if mode == ON_DEMAND and (self.on_demand.rows_only or gathers == 1):
+            mode, reason = ROW, f"on-demand became row: {SWITCHED}"
         return plan_row(name, self._param(), gathers, self.wire, mode, reason, self.compute_dtype, delayed=self.delayed)
 
 
@@ -172,7 +175,7 @@ def plan_row(name, param, gathers, wire, mode, reason, dtype, *, delayed=False) 
     else:
         size = sum(part_bytes(wire, shape, mode, delayed=delayed))
     text = str(dtype).removeprefix("torch.") if wire is None else wire.name
-    return PlanRow(name, shape, text, mode, size if world > 1 else 0, gathers, reason)
+    return PlanRow(name, shape, text, mode, size if world > 1 else 0, gathers, reason, dtype)
 
 
 def _packed(sent: list[torch.Tensor]) -> torch.Tensor:
@@ -186,12 +189,6 @@ def _unpacked(buffer: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         parts.append(buffer[start : start + size])
         start += size + -size % 16
     return parts
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(f"lumen_fsdp2: {text}", flush=True)
 
 
 def notice(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,31 +13,41 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from lumen_core.comm.collectives import C10dCollectives, Collectives, ReduceOp, collectives_for
 from lumen_core.comm.quantized_reduce import quantized_reduce_scatter
+from lumen_fsdp2.say import say_once
 
 
-class _Groups:
-    """The collectives of each group that FSDP calls with: a model may be sharded over several meshes."""
+@functools.cache
+def chosen(group: dist.ProcessGroup, choice: str, device: torch.device) -> Collectives:
+    """`collectives_for`, and a line that says which; all ranks of the group must ask.
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._of: dict[dist.ProcessGroup, Collectives] = {collectives.group: collectives}
-        self._first = collectives
-
-    def get(self, group: dist.ProcessGroup, device: torch.device) -> Collectives:
-        """Those of the first group, or others of the same kind where these can serve the group, or c10d."""
-        if group not in self._of:
-            if isinstance(self._first, C10dCollectives):
-                self._of[group] = C10dCollectives(group, self._first.meter)
-            else:
-                self._of[group], _ = collectives_for(group, "auto", device, self._first.meter)
-        return self._of[group]
+    One for all modules over a group: choosing may take a collective, and MORI's buffers are hundreds of megabytes.
+    Kept as long as the process: letting go of it when the last model does would leave to each rank's garbage collector
+    which of them choose again.
+    """
+    collectives, reason = collectives_for(group, choice, device)
+    say_once(f"collectives: {collectives.name} ({reason})")
+    return collectives
 
 
 class _Communication:
     """What both have: the collectives of each group, a name in the meter, and plain buffers."""
 
-    def __init__(self, collectives: Collectives, label: str) -> None:
-        self._groups = _Groups(collectives)
+    def __init__(self, collectives: Collectives | str, label: str) -> None:
+        self._given = collectives
+        self._others: dict[dist.ProcessGroup, Collectives] = {}
         self._label = label
+
+    def _collectives(self, group: dist.ProcessGroup, device: torch.device) -> Collectives:
+        """Those of the group that FSDP calls with: a model may be sharded over several meshes."""
+        given = self._given
+        if isinstance(given, str):
+            return chosen(group, given, device)
+        if given.group == group:
+            return given
+        if group not in self._others:
+            choice = "c10d" if isinstance(given, C10dCollectives) else "auto"
+            self._others[group], _ = collectives_for(group, choice, device, given.meter)
+        return self._others[group]
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new buffer of the caching allocator."""
@@ -47,11 +58,17 @@ class LumenAllGather(_Communication, AllGather):
     """FSDP2's all-gather of parameters."""
 
     def __init__(
-        self, collectives: Collectives, label: str = "parameters", shares: Callable[[], Mapping[str, int]] | None = None
+        self,
+        collectives: Collectives | str,
+        label: str = "parameters",
+        shares: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
-        """`collectives`: of the group to shard over; calls for another group get their own.
+        """What carries the bytes, and how they are counted.
 
         Args:
+            collectives: `auto`, `c10d` or `mori`: chosen for each group when FSDP first calls for it, which all ranks
+                do in the same order. Or the collectives of the group to shard over; another group then gets others of
+                the same kind where these can serve it, or c10d.
             label: in the meter.
             shares: bytes of one gather by parameter, for the meter; `label` counts what they leave.
         """
@@ -66,7 +83,7 @@ class LumenAllGather(_Communication, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather `input_tensor` of all ranks, in rank order."""
-        collectives = self._groups.get(group, input_tensor.device)
+        collectives = self._collectives(group, input_tensor.device)
         label: str | dict[str, int] = self._label
         if self._shares is not None:
             label = dict(self._shares())
@@ -78,7 +95,7 @@ class LumenAllGather(_Communication, AllGather):
 class LumenReduceScatter(_Communication, ReduceScatter):
     """FSDP2's reduce-scatter of gradients, optionally with FP8 on the wire."""
 
-    def __init__(self, collectives: Collectives, low_precision: bool = False, label: str = "gradients") -> None:
+    def __init__(self, collectives: Collectives | str, low_precision: bool = False, label: str = "gradients") -> None:
         """See `LumenAllGather`; `low_precision` sends sums and averages as in `quantized_reduce_scatter`."""
         super().__init__(collectives, label)
         self._low_precision = low_precision
@@ -92,7 +109,7 @@ class LumenReduceScatter(_Communication, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce `input_tensor` over all ranks, and keep this rank's part."""
-        collectives = self._groups.get(group, input_tensor.device)
+        collectives = self._collectives(group, input_tensor.device)
         if self._low_precision and group.size() > 1 and (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG):
             return quantized_reduce_scatter(
                 output_tensor, input_tensor, op, collectives, async_op=async_op, label=self._label

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from lumen_core.wire import COLUMN_BLOCK_ROWS, WireFormat
 
@@ -22,6 +24,7 @@ class PlanRow:
         bytes_per_gather: of the gathered output over all ranks; 0 at one rank.
         gathers: a step and micro-batch: 2 where the weight is dropped after the forward pass, else 1.
         reason: why it travels this way.
+        plain: the dtype in which it would travel unquantized.
     """
 
     name: str
@@ -31,6 +34,7 @@ class PlanRow:
     bytes_per_gather: int
     gathers: int
     reason: str
+    plain: torch.dtype
 
     @property
     def numel(self) -> int:
@@ -74,10 +78,12 @@ class Plan:
         quantized = [r for r in self.rows if r.mode != "-"]
         numel = sum(r.numel for r in quantized)
         if numel:
+            plain = dict.fromkeys(str(r.plain).removeprefix("torch.") for r in quantized)
+            unquantized = sum(r.numel * r.gathers * r.plain.itemsize for r in quantized)
             lines.append(
                 f"  {numel / 1e6:.2f} M of {sum(r.numel for r in self.rows) / 1e6:.2f} M values travel quantized: "
-                f"{sum(r.bytes_per_step for r in quantized) / numel:.4f} bytes a value and step (bf16: "
-                f"{2 * sum(r.numel * r.gathers for r in quantized) / numel:.4g}); all parameters "
+                f"{sum(r.bytes_per_step for r in quantized) / numel:.4f} bytes a value and step (in "
+                f"{', '.join(plain)}: {unquantized / numel:.4g}); all parameters "
                 f"{self.bytes_per_step / 1e6:.3f} MB a step"
             )
         return "\n".join(lines)
@@ -88,11 +94,8 @@ def _merged(rows: list[PlanRow]) -> list[PlanRow]:
     out: dict[tuple, list[PlanRow]] = {}
     for row in rows:
         pattern = ".".join("*" if part.isdigit() else part for part in row.name.split("."))
-        out.setdefault((pattern, row.shape, row.wire, row.mode, row.gathers, row.reason), []).append(row)
-    return [
-        PlanRow(pattern if len(same) > 1 else same[0].name, *rest[:3], same[0].bytes_per_gather, *rest[3:])
-        for (pattern, *rest), same in out.items()
-    ]
+        out.setdefault((pattern, row.shape, row.wire, row.mode, row.gathers, row.reason, row.plain), []).append(row)
+    return [replace(same[0], name=key[0] if len(same) > 1 else same[0].name) for key, same in out.items()]
 
 
 def choose_mode(

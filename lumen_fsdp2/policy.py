@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lumen_core.config import QuantConfig
+from lumen_core.values import suggestion
 from lumen_fsdp2 import torch_internals
 
 MODES = ("auto", "on-demand", "all", "row")
@@ -21,14 +22,19 @@ class LumenPolicy(MixedPrecisionPolicy):
 
     Attributes:
         param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: see `MixedPrecisionPolicy`. Weights are quantized
-            from their value in `param_dtype`, so that turning the low-precision gather on or off changes no number.
+            from their value in `param_dtype`, before the gather or after it.
         recipe: recipe name, grammar string or `QuantConfig`. None: that of `quant.enable`, which must have been called.
-        low_precision_all_gather: send quantized weights; off, weights travel in `param_dtype` and are quantized after.
+        low_precision_all_gather: send quantized weights; off, weights travel in `param_dtype` and are quantized after,
+            to the same bits but for dgrad of 1x32 blocks, which then has its own (`dgrad_weight=direct`): other numbers
+            for MXFP4, and for MXFP8 where magnitudes in a block lie far apart.
         all_gather_mode: which blocks of a 1x32 weight travel. `row`: those of fprop, the others are made from them on
             the spot; `on-demand`: those that the coming pass multiplies, `row` where that could be wrong
-            (recomputation, compiled blocks, weights kept between passes); `all`: both; `auto`: `row`. Moot for others.
+            (recomputation, a pass without gradients in training mode, compiled blocks, weights kept between passes),
+            as the ranks of a group find together at each gather in backward; `all`: both; `auto`: `row`. Moot for
+            others.
         wire: recipe of the form that travels, where it is not that of the recipe; `bf16` is `param_dtype`.
-        collectives: `c10d` (NCCL, RCCL, gloo), `mori` (MORI-CCL), or `auto`: MORI where it can run.
+        collectives: `c10d` (NCCL, RCCL, gloo), `mori` (MORI-CCL), or `auto`: MORI where it can run. Chosen for each
+            group at its first gather.
         low_precision_reduce_scatter: send gradients in FP8 with a scale per 128 values, summed in fp32.
         shard_placement: `shard_by_dim_0` (the default too): banks of experts are cut between experts.
         print_plan: print the plan once, on rank 0, before the first gather.
@@ -54,9 +60,10 @@ class LumenPolicy(MixedPrecisionPolicy):
         ):
             if getattr(self, name) not in allowed:
                 words = ", ".join(str(word) for word in allowed)
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {words}")
-        for name in ("low_precision_all_gather", "low_precision_reduce_scatter", "print_plan"):
-            if not isinstance(getattr(self, name), bool):
+                near = suggestion(getattr(self, name), [word for word in allowed if word])
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {words}{near}")
+        for name in ("low_precision_all_gather", "low_precision_reduce_scatter", "print_plan", "cast_forward_inputs"):
+            if not isinstance(getattr(self, name), (bool, _AskedAtForward)):
                 raise TypeError(f"{name}={getattr(self, name)!r}: must be True or False")
         for name in ("recipe", "wire"):
             value = getattr(self, name)

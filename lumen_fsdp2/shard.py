@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import lumen_core.quantize as quant
 from lumen_core.controller import Controller, controller_over, controllers
-from lumen_fsdp2.amax import WeightAmax, amax_of
-from lumen_fsdp2.attach import bind, fewer_ranks
+from lumen_core.experts import is_expert_bank
+from lumen_fsdp2.amax import AmaxKeeper, keeper_of
+from lumen_fsdp2.attach import LEFT, bind, fewer_ranks
 from lumen_fsdp2.policy import LumenPolicy
 
 _OURS = "_lumen_enabled_by_fully_shard"
@@ -30,6 +31,10 @@ def fully_shard(
     A drop-in for `torch.distributed.fsdp.fully_shard`: call it on each block, then on the root. A module that
     `quant.enable` has not prepared is prepared here with the policy's recipe. With another policy than a `LumenPolicy`
     it is torch's.
+
+    A `torch.nn.Linear` that is given itself, alone or in a list, stays in high precision: its name, which tells an
+    output head from a projection, is known to `quant.enable` only. Call that on the whole model first to have such a
+    module quantized. A model that is nothing but a linear needs it too, and raises at its first forward pass without.
 
     Args:
         module: a module, or several that share a group.
@@ -54,43 +59,45 @@ def fully_shard(
     for each in modules:
         _prepare(each, policy)
     torch_fully_shard(module, mp_policy=policy, **options)
-    owner = controller_over(modules[0])
-    bind(modules[0], policy, WeightAmax() if owner is None else amax_of(owner))
+    owners = [owner for owner in map(controller_over, modules) if owner is not None]
+    bind(modules[0], policy, keeper_of(owners[0]) if owners else AmaxKeeper())
     return module
 
 
 def _prepare(module: torch.nn.Module, policy: LumenPolicy) -> None:
     """Quantize what is not: the module, or under a root what its blocks left."""
     inside = controllers(module)
+    if not inside and (controller_over(module) is not None or quant.is_enabled(module)):
+        return  # a part of a model that quant.enable prepared, which decided about it; bind compares the recipes
     if policy.recipe is None:
-        if not inside and not quant.is_enabled(module) and not _is_leftover(module):
+        if not inside and not _is_leftover(module):
             raise ValueError(
                 f"LumenPolicy without a recipe on {type(module).__name__}, which is not quantized: "
                 "give the policy a recipe, or call quant.enable on the model first"
             )
         return
-    if not inside and quant.is_enabled(module):
-        return  # a part of a model that quant.enable prepared: bind compares the recipes
+    if type(module) is torch.nn.Linear:
+        module.__dict__[LEFT] = True
+        return
+    if not inside and _is_leftover(module):
+        return
     if any(not c.model.__dict__.get(_OURS) for c in inside):
         return
     _enable_around(module, policy, inside)
 
 
 def _is_leftover(module: torch.nn.Module) -> bool:
-    """True for a module without any linear weight: embeddings, norms."""
-    return not any(isinstance(m, torch.nn.Linear) for m in module.modules())
+    """True for a module with nothing to quantize: embeddings, norms."""
+    return not any(isinstance(m, torch.nn.Linear) or is_expert_bank(m) for m in module.modules())
 
 
 def _enable_around(module: torch.nn.Module, policy: LumenPolicy, inside: list[Controller]) -> None:
     """Enable what is left in `module`; one controller for it and the blocks that were enabled before."""
-    before = [amax_of(c) for c in inside]
-    try:
-        quant.enable_rest(module, policy.recipe)
-    except ValueError as error:
-        if str(error).startswith("nothing to quantize") and not inside:
-            return  # an embedding, a norm or a head in a group of its own
-        raise
+    before = [keeper_of(c) for c in inside]
+    quant.enable_rest(module, policy.recipe, may_be_empty=True)
+    if not controllers(module):
+        return  # an embedding or a norm in a group of its own, or a root whose blocks are such
     module.__dict__[_OURS] = True
     (owner,) = controllers(module)
     for each in before:
-        amax_of(owner).take(each)
+        keeper_of(owner).take(each)

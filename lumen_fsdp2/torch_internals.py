@@ -36,6 +36,11 @@ def modules_of(state: Any) -> tuple[torch.nn.Module, ...]:
     return tuple(state._modules)
 
 
+def sharded_with(module: FSDPModule) -> tuple[torch.nn.Module, ...]:
+    """The modules of the call of `fully_shard` that sharded this one; they share its groups."""
+    return tuple(module._get_fsdp_state()._modules)
+
+
 def root_of_pass(state: Any) -> Any | None:
     """State of the module with which the forward pass that runs now began; None where none runs."""
     return state._state_ctx.iter_forward_root

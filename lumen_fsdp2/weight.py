@@ -61,12 +61,12 @@ class ShardedWeight(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What this rank sends, and what the receiver must know beside it."""
-        from lumen_fsdp2.attach import bind_all  # here: both put these weights on modules
+        from lumen_fsdp2.attach import bind_inside  # here: both put these weights on modules
         from lumen_fsdp2.binding import binding_of
 
         binding = binding_of(module, self.param_name)
         if binding is None and isinstance(mp_policy, LumenPolicy):
-            bind_all(mp_policy)  # unsharded by hand before the first forward pass
+            bind_inside(module)  # unsharded by hand before the first forward pass
             binding = binding_of(module, self.param_name)
         local = self.plain()
         if mp_policy.param_dtype is not None:

@@ -145,7 +145,8 @@ def test_what_is_refused_is_refused_before_anything_is_sent(pools) -> None:
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"all_gather_mode": "rows"}, "auto, on-demand, all, row"),
+        ({"all_gather_mode": "rows"}, "auto, on-demand, all, row \\(nearest: 'row'\\)"),
+        ({"all_gather_mode": "ondemand"}, "nearest: 'on-demand'"),
         ({"collectives": "nccl"}, "auto, c10d, mori"),
         ({"recipe": "mxfp9"}, "mxfp9"),
         ({"wire": "fp8"}, "fp8"),
@@ -157,6 +158,16 @@ def test_wrong_values_name_what_is_allowed(options: dict, text: str) -> None:
 
     with pytest.raises(ValueError, match=text):
         LumenPolicy(**options)
+
+
+@pytest.mark.parametrize(
+    "name", ["cast_forward_inputs", "low_precision_all_gather", "low_precision_reduce_scatter", "print_plan"]
+)
+def test_a_switch_is_true_or_false(name: str) -> None:
+    from lumen_fsdp2 import LumenPolicy
+
+    with pytest.raises(TypeError, match=f"{name}=None: must be True or False"):
+        LumenPolicy(**{name: None})
 
 
 def copies_of_a_policy(rank: int, size: int) -> None:
@@ -351,3 +362,38 @@ def different_layers(rank: int, size: int) -> None:
 def test_b69_gradient_norm_is_that_of_all_ranks(pools) -> None:
     for size in (2, 3):
         pools[size].run(different_layers)
+
+
+def gathers_off(rank: int, size: int, recipe: str, wide: bool, from_rows: bool = False) -> bool:
+    """Whether a pass gives the same bits with the low-precision gather and without."""
+    import lumen_core.quantize as quant
+
+    results = []
+    for low in (True, False):
+        model = _model()
+        nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(0))
+        if wide:
+            model[0].weight.data[::2] *= 1e5
+        options = {"stochastic_rounding": False} if recipe == "mxfp4" else {}
+        options |= {"dgrad_weight": "from_rows"} if from_rows else {}
+        config = quant.QuantConfig.from_recipe(recipe, **options)
+        _shard(model, size, recipe=config, low_precision_all_gather=low)
+        if not wide:
+            _steps(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        x = torch.randn(32, 64, requires_grad=True, generator=torch.Generator().manual_seed(7))
+        out = model(x)
+        out.square().mean().backward()
+        assert out.isfinite().all()
+        results.append([out, x.grad, *(p.grad.full_tensor() for p in model.parameters())])
+    return all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "delayed", "hybrid", "rowwise", "blockwise", "mxfp8-32x32", "mxfp8", "mxfp4"]
+)
+def test_what_the_low_precision_gather_changes(pools, recipe: str) -> None:
+    """As docs/fsdp2.md says: nothing but dgrad's blocks of 1x32 recipes, in MXFP8 where magnitudes lie far apart."""
+    same = {wide: pools[2].run(gathers_off, recipe, wide)[0] for wide in (False, True)}
+    assert same == {False: recipe != "mxfp4", True: recipe not in ("mxfp4", "mxfp8")}
+    if not all(same.values()):
+        assert all(pools[2].run(gathers_off, recipe, wide, True)[0] for wide in same)

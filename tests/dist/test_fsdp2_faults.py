@@ -8,36 +8,9 @@ import pickle
 
 import pytest
 import torch
+from sharded import batch, policy_of, shard, stack
 from torch import nn
 from traffic import recorded
-
-
-def _policy(recipe: str | None, **options):
-    from lumen_fsdp2 import LumenPolicy
-
-    return LumenPolicy(recipe=recipe, print_plan=False, **options)
-
-
-def _shard(model: nn.Module, size: int, policy, *, parts=(), ours: bool = True, **options) -> nn.Module:
-    """`parts`, then `model`, by our `fully_shard` or by torch's."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard as theirs
-
-    import lumen_fsdp2
-
-    mesh = init_device_mesh("cpu", (size,))
-    for each in (*parts, model):
-        (lumen_fsdp2.fully_shard if ours else theirs)(each, mesh=mesh, mp_policy=policy, **options)
-    return model
-
-
-def _batch(seed: int = 0) -> torch.Tensor:
-    return torch.randn(32, 128, generator=torch.Generator().manual_seed(seed))
-
-
-def _stack(count: int = 3) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(128, 128) for _ in range(count)])
 
 
 class Switch(nn.Module):
@@ -72,14 +45,16 @@ def _fresh(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def partial(rank: int, size: int, recipe: str, how: str, root: str) -> None:
-    model, policy = Switch(), _policy(recipe)
-    _shard(model.a, size, policy, reshard_after_forward=True)
-    _shard(model.b, size, policy, reshard_after_forward=True)
+    import lumen_core.quantize as quant
+
+    model, policy = quant.enable(Switch(), recipe=recipe), policy_of(recipe)
+    shard(model.a, size, policy, reshard_after_forward=True)
+    shard(model.b, size, policy, reshard_after_forward=True)
     if root != "none":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        _shard(model, size, policy if root == "ours" else MixedPrecisionPolicy())
-    x = _batch()
+        shard(model, size, policy if root == "ours" else MixedPrecisionPolicy())
+    x = batch()
     with torch.no_grad():
         model(x, "a")  # leaves b out
         _write(model, how)
@@ -98,9 +73,11 @@ def test_b34_nothing_is_stale_after_a_pass_that_left_it_out(pools, recipe: str, 
 
 
 def interrupted(rank: int, size: int, by_hand: bool) -> None:
-    model = Switch()
-    _shard(model, size, _policy("tensorwise"), parts=[model.a, model.b])
-    x = _batch()
+    import lumen_core.quantize as quant
+
+    model = quant.enable(Switch(), recipe="tensorwise")
+    shard(model, size, policy_of("tensorwise"), parts=[model.a, model.b])
+    x = batch()
     with torch.no_grad():
         if not by_hand:
             with pytest.raises(KeyError):
@@ -122,14 +99,14 @@ def test_b34_nothing_is_stale_after_an_exception_or_when_unsharded_by_hand(pools
 def one_reduction(rank: int, size: int, root: str) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    model, policy = _stack(), _policy("tensorwise")
+    model, policy = nn.Sequential(*(nn.Sequential(*stack(1)) for _ in range(3))), policy_of("tensorwise")
     for each in model:
-        _shard(each, size, policy)
-    _shard(model, size, policy if root == "ours" else MixedPrecisionPolicy())
+        shard(each, size, policy)
+    shard(model, size, policy if root == "ours" else MixedPrecisionPolicy())
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
         with recorded() as calls:
-            model(_batch()).square().mean().backward()
+            model(batch()).square().mean().backward()
         count = [kind for kind, _, _ in calls].count("all_reduce")
         assert count == 1, (step, count, calls)
         optimizer.step()
@@ -144,17 +121,17 @@ def test_one_fused_reduction_of_amax_a_pass(pools, root: str) -> None:
 def second_model(rank: int, size: int) -> None:
     import lumen_core.quantize as quant
 
-    policy = _policy(None)
-    first = _shard(quant.enable(_stack(), recipe="mxfp8"), size, policy, ours=False)
-    first(_batch()).sum().backward()
-    second = _shard(_stack(), size, policy, ours=False)
+    policy = policy_of(None)
+    first = shard(quant.enable(stack(), recipe="mxfp8"), size, policy, ours=False)
+    first(batch()).sum().backward()
+    second = shard(stack(), size, policy, ours=False)
     with recorded() as calls, pytest.raises(RuntimeError, match="no effect"):
-        second(_batch())
+        second(batch())
     assert not calls
-    first(_batch())  # which goes on
-    third = _shard(quant.enable(_stack(), recipe="mxfp8"), size, policy, ours=False)
+    first(batch())  # which goes on
+    third = shard(quant.enable(stack(), recipe="mxfp8"), size, policy, ours=False)
     assert [row.mode for row in _plan(third) if row.name.endswith("weight")] == ["row"] * 3
-    third(_batch()).sum().backward()
+    third(batch()).sum().backward()
 
 
 def _plan(model: nn.Module):
@@ -170,10 +147,10 @@ def test_b30_a_policy_in_use_is_not_ignored_by_a_second_model(pools) -> None:
 def planned_first(rank: int, size: int) -> None:
     import lumen_core.quantize as quant
 
-    model = quant.enable(_stack(), recipe="mxfp8")
-    _shard(model, size, _policy(None), ours=False)
+    model = quant.enable(stack(), recipe="mxfp8")
+    shard(model, size, policy_of(None), ours=False)
     before = _plan(model)
-    model(_batch())
+    model(batch())
     assert before == _plan(model) and [row.wire for row in before if row.name.endswith("weight")] == ["mxfp8"] * 3
 
 
@@ -184,12 +161,12 @@ def test_the_plan_is_there_before_the_first_pass(pools) -> None:
 def used(rank: int, size: int, ours: bool) -> None:
     import lumen_core.quantize as quant
 
-    policy = _policy("tensorwise")
-    model = _stack() if ours else quant.enable(_stack(), recipe="tensorwise")
-    _shard(model, size, policy, ours=ours)(_batch())
+    policy = policy_of("tensorwise")
+    model = stack() if ours else quant.enable(stack(), recipe="tensorwise")
+    shard(model, size, policy, ours=ours)(batch())
     for twin in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), dataclasses.replace(policy)):
         assert twin == policy and bool(twin.cast_forward_inputs)
-        _shard(_stack(), size, twin)(_batch())
+        shard(stack(), size, twin)(batch())
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -200,15 +177,15 @@ def test_a_policy_in_use_is_a_value_still(pools, ours: bool) -> None:
 def recipes_change(rank: int, size: int) -> None:
     import lumen_core.quantize as quant
 
-    model = _stack()
-    _shard(model, size, _policy("mxfp8"))
-    model(_batch()).sum().backward()
+    model = stack()
+    shard(model, size, policy_of("mxfp8"))
+    model(batch()).sum().backward()
     model.zero_grad()
     with pytest.raises(ValueError, match="disable before sharding"):
         quant.disable(model)
     with pytest.raises(ValueError, match="quantized already"):
         quant.enable(model, recipe="tensorwise")
-    model(_batch())
+    model(batch())
 
 
 def test_another_recipe_on_a_sharded_model_is_refused(pools) -> None:
@@ -226,7 +203,7 @@ def moe(rank: int, size: int, ours: bool) -> list[str]:
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=96, num_hidden_layers=2, **sizes, **experts))
     if not ours:
         quant.enable(model, recipe="mxfp8-32x32")
-    _shard(model, size, _policy("mxfp8-32x32"), parts=list(model.model.layers), ours=ours)
+    shard(model, size, policy_of("mxfp8-32x32"), parts=list(model.model.layers), ours=ours)
     ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(rank))
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -244,10 +221,11 @@ def test_layers_then_root_is_as_the_whole_model_prepared_first(pools) -> None:
 def only_bytes(rank: int, size: int, recipe: str, flavour: str) -> None:
     from lumen_core.config import QuantConfig
 
-    model = nn.Linear(128, 256, bias=False)  # nothing else in its group, so that no other dtype makes it bytes
-    _shard(model, size, _policy(QuantConfig.from_recipe(recipe, flavour=flavour)))
+    # Nothing else in its group, so that no other dtype makes it bytes.
+    model = nn.Sequential(nn.Linear(128, 256, bias=False))
+    shard(model, size, policy_of(QuantConfig.from_recipe(recipe, flavour=flavour)))
     with recorded() as calls:
-        model(_batch()).square().mean().backward()
+        model(batch()).square().mean().backward()
     assert {dtype for kind, dtype, _ in calls if kind == "all_gather"} == {torch.uint8}
     assert {dtype for kind, dtype, _ in calls if kind != "all_gather"} <= {torch.float32, torch.int32}
 
@@ -263,15 +241,15 @@ def unlike_counts(rank: int, size: int, recipe: str) -> list[float]:
     from lumen_core.config import QuantConfig
 
     config = QuantConfig.from_recipe(recipe, **({"reduce_amax": True} if recipe == "delayed" else {}))
-    model = _stack()
-    _shard(model, size, _policy(config), reshard_after_forward=False)
+    model = stack()
+    shard(model, size, policy_of(config), reshard_after_forward=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         count = 3 - rank
         for micro in range(count):
             model.set_requires_gradient_sync(micro == count - 1)
             model.set_reshard_after_backward(micro == count - 1)
-            (model(_batch(step + micro)) * (1 + rank)).square().mean().backward()
+            (model(batch(step + micro)) * (1 + rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     state = quant.state_dict(model)
@@ -292,10 +270,10 @@ def made_by(rank: int, size: int, how: str, ours: bool) -> None:
 
     options = {"param_dtype": torch.bfloat16} if how == "param_dtype" else {}
     with torch.device("meta" if how == "meta" else "cpu"):
-        model = _stack(2)
+        model = stack(2)
     if not ours:
         quant.enable(model, recipe="mxfp8")
-    _shard(model, size, _policy("mxfp8" if ours else None, **options), ours=ours, reshard_after_forward=True)
+    shard(model, size, policy_of("mxfp8" if ours else None, **options), ours=ours, reshard_after_forward=True)
     if how == "meta":
         model.to_empty(device="cpu")
         for p in model.parameters():
@@ -307,7 +285,7 @@ def made_by(rank: int, size: int, how: str, ours: bool) -> None:
     elif how == "unshard":
         model.unshard()
         model.reshard()
-    x = _batch()
+    x = batch()
     with recorded() as calls:
         model(x.bfloat16() if how == "to" else x).float().square().mean().backward()
     assert [row.mode for row in _plan(model) if row.name.endswith("weight")] == ["row", "row"]
@@ -335,8 +313,8 @@ def uncast(rank: int, size: int, ours: bool) -> None:
     import lumen_core.quantize as quant
 
     model = Rotated() if ours else quant.enable(Rotated(), recipe="mxfp8")
-    policy = _policy("mxfp8" if ours else None, param_dtype=torch.bfloat16, cast_forward_inputs=False)
-    _shard(model, size, policy, ours=ours)
+    policy = policy_of("mxfp8" if ours else None, param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    shard(model, size, policy, ours=ours)
     positions = torch.arange(4096)
     model(torch.randn(4096, 128).bfloat16(), torch.cos(positions.float()), positions).float().mean().backward()
     x, cos, kept, off = model.seen
@@ -353,13 +331,37 @@ def by_number(rank: int, size: int) -> None:
 
     with recorded() as calls:
         with pytest.raises(ValueError, match="reshard_after_forward=2"):
-            _shard(_stack(), size, _policy("mxfp8"), reshard_after_forward=2)
-        model = quant.enable(_stack(), recipe="mxfp8")
-        _shard(model, size, _policy(None), ours=False, reshard_after_forward=2)
+            shard(stack(), size, policy_of("mxfp8"), reshard_after_forward=2)
+        model = quant.enable(stack(), recipe="mxfp8")
+        shard(model, size, policy_of(None), ours=False, reshard_after_forward=2)
         with pytest.raises(ValueError, match="reshard_after_forward"):
-            model(_batch())
+            model(batch())
     assert not [kind for kind, _, _ in calls if kind == "all_gather"]
 
 
 def test_b40_fewer_ranks_after_forward_are_refused_before_anything_is_sent(pools) -> None:
     pools[4].run(by_number)
+
+
+def worded(rank: int, size: int) -> None:
+    """What a user reads: bytes beside those of the dtype in use, and which weight `on-demand` gave up on."""
+    import contextlib
+    import io
+
+    from lumen_fsdp2 import plan, say
+
+    say._said.clear()
+    for dtype, text in ((None, "(in float32: 8)"), (torch.bfloat16, "(in bfloat16: 4)")):
+        policy = policy_of("mxfp8", param_dtype=dtype, all_gather_mode="on-demand")
+        model = shard(nn.Sequential(nn.Sequential(*stack(2))), size, policy, reshard_after_forward=True)
+        assert text in str(plan(model))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for _ in range(2):
+            with torch.autograd.graph.save_on_cpu():
+                model(batch()).sum().backward()
+    lines = [line for line in out.getvalue().splitlines() if "on-demand" in line]
+    assert len(lines) == (rank == 0) and all("became row for 0.0.weight" in line for line in lines)
+
+
+def test_messages(pools) -> None:
+    pools[2].run(worded)

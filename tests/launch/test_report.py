@@ -27,6 +27,7 @@ STATUS = Status(
     memory=1.5,
     seconds_left=75,
     validation_loss=2.75,
+    validation_step=20,
 )
 
 
@@ -65,7 +66,7 @@ def test_every_record_is_on_disk_at_once_and_valid_json(tmp_path: Path) -> None:
 def test_plain_lines_have_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     PlainDisplay("mxfp8").update(STATUS)
     assert capsys.readouterr().out == (
-        "[mxfp8] step  30/200  loss 2.5000  validation 2.7500  grad norm 1.25  lr 3.00e-04  tokens/s 12,346  "
+        "[mxfp8] step  30/200  loss 2.5000  validation 2.7500 (step 20)  grad norm 1.25  lr 3.00e-04  tokens/s 12,346  "
         "memory 1.50 GiB  left 1:15\n"
     )
 
