@@ -124,17 +124,27 @@ def _rank(rank: int, options: argparse.Namespace, port: int, queue: Any) -> None
                 rows.append({"row": name, **_measure(name, options, mesh, device)})
             except Exception as error:  # ends this row only
                 rows.append({"row": name, "reason": f"{type(error).__name__}: {error}".splitlines()[0][:200]})
-            if rank == 0 and "ms" in rows[-1]:
-                print(f"{name}: {rows[-1]['ms']:.1f} ms", flush=True)
+            report = {"rows": rows, "gpu": torch.cuda.get_device_name() if gpu else "CPU"}
+            if rank == 0:
+                _keep(report, options)
             torch._dynamo.reset()
             gc.collect()
             if gpu:
                 torch.cuda.empty_cache()
             dist.barrier()
         if rank == 0:
-            queue.put({"rows": rows, "gpu": torch.cuda.get_device_name() if gpu else "CPU"})
+            queue.put(report)
     finally:
         dist.destroy_process_group()
+
+
+def _keep(report: dict[str, Any], options: argparse.Namespace) -> None:
+    """Show the last row and write all so far: a run that is cut keeps what it measured."""
+    last = report["rows"][-1]
+    if "ms" in last:
+        print(f"{last['row']}: {last['ms']:.1f} ms, peak {last['peak_gib']:.2f} GiB", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _build(
@@ -294,6 +304,4 @@ def main(options: argparse.Namespace) -> int:
     """Run, print and write."""
     report = run(options)
     print(show(report, options))
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
