@@ -179,12 +179,13 @@ def test_first_layers_are_those_of_the_uniform_stack():
 
 
 def test_a_kernel_that_fails_names_itself_and_the_operands(monkeypatch):
-    from lumen_core.kernels import reference
+    from lumen_core.kernels import gemm
+    from lumen_core.kernels.registry import Candidate, Operation, always
 
     def boom(*args):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(reference, "gemm", boom)
+    monkeypatch.setattr(gemm, "GEMM", Operation("gemm", (Candidate("reference", always, boom),)))
     layer = quant.enable(nn.Linear(32, 32), recipe="mxfp8")
     with pytest.raises(RuntimeError, match=r"gemm by reference failed on .*k=32.*boom"):
         layer(torch.randn(4, 32))
