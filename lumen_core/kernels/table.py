@@ -6,9 +6,14 @@ import torch
 
 from lumen_core.formats import element_format, resolve_flavour
 from lumen_core.kernels.attention import ATTENTION, AttentionQuery
+from lumen_core.kernels.cross_entropy import CROSS_ENTROPY
 from lumen_core.kernels.gemm import GEMM
+from lumen_core.kernels.norm import NORM
 from lumen_core.kernels.quantize import QUANTIZE
-from lumen_core.kernels.query import GemmQuery, QuantizeQuery
+from lumen_core.kernels.quantize_both import QUANTIZE_BOTH
+from lumen_core.kernels.query import GemmQuery, QuantizeQuery, RowsQuery
+from lumen_core.kernels.rope import ROPE
+from lumen_core.kernels.swiglu import SWIGLU
 
 # Label, elements, blocks.
 _GEMMS = (
@@ -29,6 +34,13 @@ _CASTS = (
     ("quantize mxfp8 32x32", "e4m3", (32, 32), True),
     ("quantize mxfp4 1x32", "e2m1", (1, 32), True),
 )
+_BOTH = (
+    ("quantize_both tensorwise e4m3", (0, 0), False),
+    ("quantize_both rowwise e4m3", (1, 0), False),
+    ("quantize_both 1x128 e4m3", (1, 128), False),
+    ("quantize_both mxfp8 1x32", (1, 32), True),
+)
+_ROWS = (NORM, SWIGLU, CROSS_ENTROPY, ROPE)  # of 4096 values
 # Label, recipe, nothing but causal.
 _ATTENTIONS = (
     ("attention bf16 causal", "bf16", True),
@@ -54,6 +66,15 @@ def table(device: torch.device | str) -> list[tuple[str, str, list[tuple[str, st
             device.type, torch.bfloat16, fmt, block, mx, noise=False, elements=_SIZE * _SIZE, columns=_SIZE
         )
         rows.append((label, QUANTIZE.choose(query).name, QUANTIZE.explain(query)))
+    for label, block, mx in _BOTH:
+        fmt = element_format("e4m3", flavour)
+        query = QuantizeQuery(
+            device.type, torch.bfloat16, fmt, block, mx, noise=False, elements=_SIZE * _SIZE, columns=_SIZE
+        )
+        rows.append((label, QUANTIZE_BOTH.choose(query).name, QUANTIZE_BOTH.explain(query)))
+    for operation in _ROWS:
+        query = RowsQuery(device.type, torch.bfloat16, _SIZE, _SIZE)
+        rows.append((operation.name, operation.choose(query).name, operation.explain(query)))
     for label, recipe, only_causal in _ATTENTIONS:
         query = AttentionQuery(
             device.type, torch.bfloat16, recipe, flavour, batch=1, queries=_SIZE, keys=_SIZE, heads=32, kv_heads=8,

@@ -152,4 +152,6 @@ def test_the_doctor_lists_it():
     chosen, why = rows["quantize mxfp8 32x32"]
     assert why.pop("aiter").startswith("AITER: ")
     assert chosen == "reference" and why == {"triton": "needs a GPU", "reference": None}
-    assert sum(label.startswith("quantize") for label in rows) == 8
+    assert sum(label.startswith("quantize ") for label in rows) == 8
+    operations = {label.split()[0] for label in rows}
+    assert operations == set(registry.FILES), "each operation has a row"
