@@ -180,8 +180,10 @@ def render(report: dict[str, Any]) -> str:
     ]
     parts.append(f"AITER: {report['aiter']}")
     kernels = []
+    said = report["aiter"].removeprefix("not used: ")  # above, once for all rows
     for row in report["kernels"]:
-        skipped = [f"{c['name']}: {c['passed_over']}" for c in row["candidates"] if c["passed_over"] is not None]
+        reasons = {c["name"]: c["passed_over"].removeprefix("AITER: ") for c in row["candidates"] if c["passed_over"]}
+        skipped = [f"{name}: {reason}" for name, reason in reasons.items() if reason != said]
         kernels.append((row["op"], row["chosen"], "; ".join(skipped) or "-"))
     if kernels:
         parts.append(table(("operation", "runs", "passed over"), kernels))
