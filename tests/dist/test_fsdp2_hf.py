@@ -79,3 +79,53 @@ def test_the_gather_changes_bytes_and_no_number(name: str, recipe: str) -> None:
     assert kinds == attention | mlp
     assert "lm_head.weight" in on["plain"]
     assert name == "llama" or any("mlp.gate" in key for key in on["plain"])  # the router
+
+
+def _adapt(rank: int, size: int, recipe: str) -> dict:
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import lumen_core.quantize as quant
+    from lumen_fsdp2 import LumenPolicy, plan
+
+    torch.manual_seed(0)
+    model = get_peft_model(_llama().to(torch.bfloat16), LoraConfig(r=8, target_modules=["q_proj", "down_proj"]))
+    quant.enable(model, recipe=recipe)
+    mesh, policy = init_device_mesh("cpu", (size,)), LumenPolicy(param_dtype=torch.bfloat16, print_plan=False)
+    base = model.base_model.model
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(rank))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    after = {name: p.full_tensor() for name, p in model.named_parameters()}
+    return {
+        "losses": losses,
+        "dtypes": {(p.requires_grad, p.dtype) for name, p in model.named_parameters() if "lm_head" not in name},
+        "moved": {name for name in after if not torch.equal(before[name], after[name])},
+        "trained": set(trained),
+        "wires": {row.name: row.wire for row in plan(model).rows},
+    }
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8-32x32", "tensorwise"])
+def test_b55_fp32_adapters_on_a_frozen_quantized_base(recipe: str) -> None:
+    """Adapters train in fp32 and travel as they are; the base stays bit for bit, and travels in low precision."""
+    found = run_ranks(_adapt, 2, recipe, timeout=60)[0]
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["dtypes"] == {(True, torch.float32), (False, torch.bfloat16)}
+    assert found["trained"] and found["moved"] == found["trained"]
+    assert all("lora_" in name for name in found["trained"])
+    low = {name for name, wire in found["wires"].items() if wire == recipe}
+    assert low and not any("lora_" in name for name in low)
+    assert {name.split(".")[-3 if "base_layer" in name else -2] for name in low} >= {"q_proj", "v_proj", "down_proj"}
