@@ -1,4 +1,4 @@
-"""`lumen-bench gemm | quantize | layer | fsdp2`: how fast casts, products, a block and a sharded step are here.
+"""`lumen-bench gemm | quantize | layer | fsdp2 | isa`: how fast products, casts, a block and a sharded step are here.
 
 Medians of single runs; on a GPU timed by events, with the L2 cache flushed before each. Compare numbers of
 one run only.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from launch.bench import fsdp2, gemm, layer, quantize
+from launch.bench import fsdp2, gemm, isa, layer, quantize
 from launch.bench.timing import Stopwatch
 from lumen_core.config import QuantConfig
 from lumen_core.diagnostics.doctor import describe, torch_build
@@ -54,10 +54,11 @@ def _recipe(text: str) -> QuantConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lumen-bench", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    every = argparse.ArgumentParser(add_help=False)
+    saved = argparse.ArgumentParser(add_help=False)
+    saved.add_argument("--json", type=Path, metavar="FILE", help="also write everything to FILE")
+    every = argparse.ArgumentParser(add_help=False, parents=[saved])
     every.add_argument("--device", type=_device, help="default: the GPU if there is one")
     every.add_argument("--iters", type=_positive, help="timed runs (GPU 20, CPU 5)")
-    every.add_argument("--json", type=Path, metavar="FILE", help="also write everything to FILE")
     shared = argparse.ArgumentParser(add_help=False, parents=[every])
     shared.add_argument("--m", type=_positive, help="tokens (GPU 8192, CPU 512)")
     shared.add_argument("--k", type=_positive, help="input features (GPU 4096, CPU 512)")
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help="torch.compile the casts, torchao's too (GPU yes, CPU no)",
     )
     layer.add_arguments(commands, every)
+    isa.add_arguments(commands, saved)
     fsdp2.add_arguments(commands)
     return parser
 
@@ -91,32 +93,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fsdp2.main(options)
         except ValueError as error:
             parser.error(str(error))
-    device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    gpu = device.type != "cpu"
     if options.json is not None:
         try:  # before minutes of measuring, not after
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.touch()
         except OSError as error:
             parser.error(f"--json {options.json}: {error.strerror}")
-    watch = Stopwatch(device, options.iters or (20 if gpu else 5))
     report: dict[str, Any] = {
         "command": shlex.join(["lumen-bench", *argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": describe(device),
         "torch_build": torch_build(),
-        "threads": torch.get_num_threads(),
         "versions": {name: version for name, version in versions().items() if version is not None},
-        "iterations": watch.iterations,
     }
     try:
-        text = {"gemm": _gemm, "quantize": _quantize, "layer": _layer}[options.command](options, watch, report)
+        text = _isa(options, report) if options.command == "isa" else _timed(options, report)
     except ValueError as error:  # a recipe that quantizes nothing in a single layer, say
         parser.error(str(error))
     print(text)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def _isa(options: argparse.Namespace, report: dict[str, Any]) -> str:
+    report["rows"] = isa.measure(options)
+    return f"triton {report['versions'].get('triton')}\n{isa.show(report['rows'])}"
+
+
+def _timed(options: argparse.Namespace, report: dict[str, Any]) -> str:
+    device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    watch = Stopwatch(device, options.iters or (20 if device.type != "cpu" else 5))
+    report |= {"device": describe(device), "threads": torch.get_num_threads(), "iterations": watch.iterations}
+    return {"gemm": _gemm, "quantize": _quantize, "layer": _layer}[options.command](options, watch, report)
 
 
 def _sizes(options: argparse.Namespace, report: dict[str, Any], gpu: bool, *names: str) -> None:
