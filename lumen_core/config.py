@@ -248,8 +248,16 @@ class QuantConfig:
     converters: tuple[str, ...] = _option(
         ("quantize.linear", "quantize.moe"),
         "names",
-        "Kinds of module to convert: linear layers, expert banks. The spellings ending in .mx insist on an MX recipe.",
-        choices=("quantize.linear", "quantize.moe", "quantize.linear.mx", "quantize.moe.mx"),
+        "Kinds of module to convert: linear layers, expert banks (the spellings ending in .mx insist on an MX recipe); "
+        "beside these, norms and gated MLPs that run by our fused operations.",
+        choices=(
+            "quantize.linear",
+            "quantize.moe",
+            "quantize.linear.mx",
+            "quantize.moe.mx",
+            "fused.norm",
+            "fused.mlp",
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from lumen_core import experts
+from lumen_core import experts, fused
 from lumen_core.amax import ScalingState
 from lumen_core.config import QuantConfig
 from lumen_core.controller import Controller, base_key, controllers, named_states
@@ -116,6 +116,8 @@ def _convert(selection: Selection, config: QuantConfig) -> None:
             QuantLinear.convert_(target.module, config, key)
         else:
             experts.convert_(target.module, config, key)
+    for module in selection.fused:
+        fused.convert_(module)
 
 
 def _resolve(config: QuantConfig | str | None, recipe: str | None, overrides: Mapping[str, object]) -> QuantConfig:
@@ -142,15 +144,17 @@ def disable(model: torch.nn.Module) -> torch.nn.Module:
     """
     if not is_enabled(model):
         raise ValueError(f"{type(model).__name__} is not quantized: there is nothing to disable")
-    quantized = [(name, m) for name, m in model.named_modules() if isinstance(m, (QuantLinear, experts.QuantExperts))]
-    for name, module in quantized:
-        if type(module) is not QuantLinear and type(module).__bases__[:1] != (experts.QuantExperts,):
+    kinds = (QuantLinear, experts.QuantExperts, fused.Fused)
+    converted = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds)]
+    for name, module in converted:
+        own = type(module) is QuantLinear or {"_bank_class", "_plain_class"} & set(vars(type(module)))
+        if not own:
             raise ValueError(
                 f"{name}: its class became {type(module).__name__} after enable; disable before sharding it"
             )
         if GATHER_ATTRIBUTE in module.__dict__:
             raise ValueError(f"{name}: its weight is gathered in low precision; disable before sharding it")
-    for _, module in quantized:
+    for _, module in converted:
         module.restore_()
     for controller in controllers(model):
         controller.detach()

@@ -34,7 +34,7 @@ BLOCK_SIZES = (32, 64, 128, 256)  # of fp32-scaled blocks; MX blocks are 32
 MX_BLOCK = 32
 GEMMS = ("fprop", "dgrad", "wgrad")
 DELAYED_ONLY = {"amax_algo": "max", "history_len": 16, "margin": 0, "reduce_amax": False}
-_CONVERTERS = ("quantize.linear", "quantize.moe")
+_CONVERTERS = ("quantize.linear", "quantize.moe", "fused.norm", "fused.mlp")
 
 
 def refuse(options: Options, names: tuple[str, ...], why: str) -> NoReturn:
@@ -177,8 +177,9 @@ def _resolve_rest(o: Options) -> None:
 
 def _resolve_converters(o: Options) -> None:
     names = o["converters"]
-    if not names:
-        raise ValueError("converters=() converts nothing: name quantize.linear, quantize.moe or both")
+    if not any(name.startswith("quantize.") for name in names):
+        given = ", ".join(names)
+        raise ValueError(f"converters=({given}) quantizes nothing: name quantize.linear, quantize.moe or both, too")
     for name in names:
         if name.endswith(".mx") and o["scaling"] != "mx":
             refuse(o, ("converters", "scaling"), f"{name} is for MX recipes; use {name[:-3]!r} or an MX recipe")

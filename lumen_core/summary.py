@@ -11,9 +11,11 @@ from lumen_core.config import QuantConfig
 from lumen_core.controller import Controller
 from lumen_core.experts import QuantExperts
 from lumen_core.formats import element_format, resolve_flavour
+from lumen_core.fused import Fused
 from lumen_core.kernels.gemm import GEMM
 from lumen_core.kernels.query import GemmQuery
 from lumen_core.linear import QuantLinear
+from lumen_core.names import plain_name
 
 # Kernels are named for a token count that suits every alignment; an odd count may fall to a slower one.
 _TOKENS = 4096
@@ -49,12 +51,14 @@ class Summary:
         flavour: encoding of FP8 codes here, `ocp` or `fnuz`.
         rows: quantized weights.
         skipped: `(name, shape, reason)` of linear weights that stay in high precision.
+        fused: names of norms and MLPs that run by our operations.
     """
 
     config: QuantConfig
     flavour: str
     rows: list[Row]
     skipped: list[tuple[str, tuple[int, ...], str]]
+    fused: tuple[str, ...] = ()
 
     @property
     def quantized_share(self) -> float:
@@ -74,6 +78,8 @@ class Summary:
         table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines]
         table.insert(1, "  ".join("-" * w for w in widths))
         table += [f"left as it is: {n or '(model)'} {_shape(s)}: {reason}" for n, s, reason in self.skipped]
+        if self.fused:
+            table.append(f"{len(self.fused)} norms and MLPs run by fused operations")
         table.append(
             f"{len(self.rows)} weights quantized with {self.config} ({self.flavour}; dgrad weight: "
             f"{self.config.dgrad_weight}), {self.quantized_share:.1%} of linear weights"
@@ -100,7 +106,8 @@ def summarize(model: torch.nn.Module, controllers: list[Controller]) -> Summary:
             rows.append(Row(label, tuple(weight.shape), config.recipe, _gemms(config), kernels, weight.requires_grad))
     skipped = [entry for controller in controllers for entry in controller.skipped]
     config = configs[0]  # all alike; an adapter may have settled where dgrad takes its weight from
-    return Summary(config, resolve_flavour(config.flavour, device), rows, skipped)
+    fused = tuple(plain_name(name) for name, module in model.named_modules() if isinstance(module, Fused))
+    return Summary(config, resolve_flavour(config.flavour, device), rows, skipped, fused)
 
 
 def _gemms(config: QuantConfig) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ import torch
 
 from lumen_core.config import QuantConfig
 from lumen_core.experts import QuantExperts, is_expert_bank, unsupported_bank
+from lumen_core.fused import fused_kind
 from lumen_core.linear import QuantLinear
 from lumen_core.names import plain_name
 from lumen_core.selection import glob_match, module_selected
@@ -25,9 +26,13 @@ class Target:
 
 @dataclass
 class Selection:
-    """Modules to convert, and `(name, module, reason)` of each linear layer or expert bank that stays as it is."""
+    """Modules to convert, and `(name, module, reason)` of each linear layer or expert bank that stays as it is.
+
+    `fused` holds the norms and MLPs that are to run by our operations.
+    """
 
     targets: list[Target] = field(default_factory=list)
+    fused: list[torch.nn.Module] = field(default_factory=list)
     skipped: list[tuple[str, torch.nn.Module, str]] = field(default_factory=list)
 
     def skipped_weights(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -64,6 +69,8 @@ def select(
     selection = Selection()
     for name, module in model.named_modules():
         name = plain_name(name)
+        if fused_kind(module) in config.converters and not any(glob_match(name, p) for p in config.ignored_modules):
+            selection.fused.append(module)
         kind = _kind(module)
         if kind is None:
             if isinstance(module, torch.nn.Linear) and not isinstance(module, QuantLinear):

@@ -29,6 +29,7 @@ from lumen_core.config import QuantConfig, add_arguments, config_from_schema
         ({"apply_modules": []}, ValueError, ["apply_modules=()"]),
         ({"converters": ["quantize.lineer"]}, ValueError, ["converters", "nearest: 'quantize.linear'"]),
         ({"converters": []}, ValueError, ["converters=()"]),
+        ({"converters": ["fused.norm"]}, ValueError, ["converters=(fused.norm)", "quantize.linear"]),
         ({"weight_block": 33}, TypeError, ["weight_block=33", "pair"]),
         ({"weight_block": (32,)}, ValueError, ["weight_block=(32,)", "pair"]),
         ({"weight_block": (32, True)}, TypeError, ["weight_block=(32, True)"]),
