@@ -15,7 +15,11 @@ Everything is a device tensor and a step never waits for the host. The tensors a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from lumen_core.kernels.largest import largest_magnitude
 
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
 ROLES = ("input", "weight", "gradient")
@@ -35,6 +39,7 @@ class ScalingState:
         counter: int64 0-dim, the key of the next stochastic rounding: gradient casts so far in the low 32 bits, above
             them a number that separates layers and ranks. (In one tensor, because compiled code treats a Python number
             as a constant and would compile every layer again.)
+        fresh: no step has ended since the history began.
     """
 
     @torch.inference_mode(False)  # made during an evaluation, it must still take part in training
@@ -44,6 +49,7 @@ class ScalingState:
         self.current = torch.full((len(ROLES),), _NOT_SEEN, device=device)
         self.in_use = torch.zeros(len(ROLES), device=device)
         self.counter = torch.full((), base_key, dtype=torch.int64, device=device)
+        self.fresh = True
         self._weight_version: int | None = None
 
     @property
@@ -62,7 +68,13 @@ class ScalingState:
         for name in ("history", "current", "in_use", "counter"):
             setattr(self, name, getattr(self, name).to(device).clone())
 
-    def amax(self, role: int, x: torch.Tensor, record: bool) -> torch.Tensor:
+    def amax(
+        self,
+        role: int,
+        x: torch.Tensor,
+        record: bool,
+        over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """The amax to scale `x` by, 0-dim fp32; with `record` this step's maximum takes x's own in.
 
         A value that is not finite is never scaled away: infinity would saturate to a finite code, and no check for a
@@ -72,8 +84,12 @@ class ScalingState:
         Args:
             role: `INPUT`, `WEIGHT` or `GRADIENT`.
             x: a tensor with at least one element.
+            over_ranks: takes the maximum over the ranks that hold parts of x. Once a history is there, an activation
+                or gradient is scaled by that, which is the same on all ranks: nothing is sent then.
         """
-        own = x.abs().amax().to(torch.float32)
+        own = largest_magnitude(x)
+        if over_ranks is not None and (role == WEIGHT or self.fresh):
+            own = over_ranks(own)
         if record:
             self.note(role, own)
         if role == WEIGHT:
@@ -121,12 +137,14 @@ class ScalingState:
         self.history[-keep:] = history[-keep:].to(self.device)
         self.current.copy_(current)
         self.in_use.copy_(_chosen(self.history, algo))
+        self.fresh = False
 
     def reset(self) -> None:
         """Forget history, so that the next pass scales by current values."""
         self.history.zero_()
         self.current.fill_(_NOT_SEEN)
         self.in_use.zero_()
+        self.fresh = True
 
 
 def end_step(
@@ -167,6 +185,7 @@ def end_step(
         torch._foreach_copy_([s.current for s in states], list(torch.full_like(in_use, _NOT_SEEN).unbind()))
         for state in states:
             state._weight_version = None
+            state.fresh = False
 
 
 def _chosen(history: torch.Tensor, algo: str) -> torch.Tensor:

@@ -192,7 +192,7 @@ def quantize(
     if block == TENSOR_BLOCK:
         return quantize_tensor(x, fmt, amax=amax, margin=margin, pow2=pow2, noise=noise)
     if block == ROW_BLOCK:
-        return quantize_row(x, fmt, pow2=pow2, noise=noise)
+        return quantize_row(x, fmt, amax=amax, pow2=pow2, noise=noise)
     return quantize_block(x, fmt, block, pow2=pow2, noise=noise)
 
 
@@ -219,10 +219,15 @@ def quantize_tensor(
 
 
 def quantize_row(
-    x: torch.Tensor, fmt: ElementFormat, *, pow2: bool = False, noise: torch.Tensor | None = None
+    x: torch.Tensor,
+    fmt: ElementFormat,
+    *,
+    amax: torch.Tensor | None = None,
+    pow2: bool = False,
+    noise: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One scale for each row: codes `[R, C]`, scale fp32 `[R, 1]`."""
-    scale = scale_from_amax(x.abs().amax(dim=-1, keepdim=True), fmt, 0, pow2)
+    """One scale for each row: codes `[R, C]`, scale fp32 `[R, 1]`; `amax` `[R, 1]` stands for the rows' own."""
+    scale = scale_from_amax(x.abs().amax(dim=-1, keepdim=True) if amax is None else amax, fmt, 0, pow2)
     return encode(x.to(torch.float32) * (1.0 / scale), fmt, noise), scale
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from lumen_core.formats import element_format, resolve_flavour
 from lumen_core.gathered import WeightView
 from lumen_core.hadamard import HADAMARD_BLOCK, hadamard
 from lumen_core.kernels.gemm import gemm
+from lumen_core.kernels.largest import largest_magnitude
 from lumen_core.kernels.reference import matmul_bf16
 from lumen_core.kernels.transpose import tensor_codes, transposed_codes, transposed_tensor_codes
 from lumen_core.rounding import stochastic_noise
+from lumen_core.spread import IN, OUT, TOKENS, Dims, Spread
 from lumen_core.tensor import QuantizedTensor, quantize, quantize_both, transpose_scale
 from lumen_core.wire import WireFormat
 
@@ -26,6 +29,23 @@ Weight = torch.Tensor | WeightView
 
 # Streams of one rounding key: the copies for dgrad and wgrad must not share random bits.
 _DGRAD_STREAM, _WGRAD_STREAM = 0, 1
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """An output's gradient `[M, N]` and its casts.
+
+    Attributes:
+        grad: high-precision values.
+        key: of stochastic rounding.
+        rows: as dgrad multiplies it, `[M, N]`; None where that takes the values.
+        turned: as wgrad multiplies it, `[N, M]`; None likewise.
+    """
+
+    grad: torch.Tensor
+    key: torch.Tensor | int
+    rows: QuantizedTensor | None
+    turned: QuantizedTensor | None
 
 
 class LinearOperands:
@@ -38,15 +58,24 @@ class LinearOperands:
         device: where the tensors are; decides the FP8 flavour where the recipe leaves it open.
         state: amax history and rounding counter, None for recipes that need neither.
         record: whether amax values enter the history.
+        spread: over which ranks the matrices are cut; None where they are whole.
     """
 
-    def __init__(self, config: QuantConfig, device: torch.device, state: ScalingState | None, record: bool) -> None:
+    def __init__(
+        self,
+        config: QuantConfig,
+        device: torch.device,
+        state: ScalingState | None,
+        record: bool,
+        spread: Spread | None = None,
+    ) -> None:
         if config.scaling == "delayed" and state is None:
             raise ValueError("scaling='delayed' needs a ScalingState to keep its amax history in")
         self.config = config
         self.flavour = resolve_flavour(config.flavour, device)
         self.state = state
         self.record = record
+        self.spread = spread if spread is not None and spread.anything else None
         self.low_wgrad = config.wgrad == "low" and config.quantize_activation
 
     def forward(
@@ -68,7 +97,9 @@ class LinearOperands:
         keep_codes = needs_wgrad and self.low_wgrad and config.low_precision_activations
         quantized = kept = None
         if keep_codes and not config.hadamard:
-            quantized, kept = self._both(x, config.activation_format, config.activation_block, INPUT, rows=low_fprop)
+            quantized, kept = self._both(
+                x, config.activation_format, config.activation_block, INPUT, (TOKENS, IN), rows=low_fprop
+            )
         elif config.quantize_activation and low_fprop:
             quantized = self._activation(x)
 
@@ -104,46 +135,54 @@ class LinearOperands:
             saved, saved_scale: as `forward` gave them.
             x_shape: `(M, K)`.
         """
+        gradients = self.gradients(grad, needs_dgrad, needs_wgrad)
+        grad_x = self.dgrad(gradients, weight, x_dtype) if needs_dgrad else None
+        grad_weight = self.wgrad(gradients, saved, saved_scale, x_shape, weight.dtype) if needs_wgrad else None
+        return grad_x, grad_weight
+
+    def gradients(self, grad: torch.Tensor, needs_dgrad: bool, needs_wgrad: bool) -> Gradients:
+        """The output's gradient `[M, N]`, cast for the GEMMs that are needed; they follow in any order."""
         config = self.config
         key = self.state.next_key() if config.stochastic_rounding and self.state is not None else config.seed
         low_dgrad = config.dgrad == "low" and config.quantize_activation
         rows, turned = self._gradients(grad, key, needs_dgrad and low_dgrad, needs_wgrad and self.low_wgrad)
+        return Gradients(grad, key, rows, turned)
 
-        grad_x = grad_weight = None
-        if needs_dgrad:
-            if low_dgrad:
-                grad_x = self._low_dgrad(grad, weight, rows, key, x_dtype)
-            elif config.dgrad == "low":
-                # Weight only: any axis will do, so the gradient belongs to the very weight that fprop multiplied.
-                grad_x = matmul_bf16(grad, self._weight(weight).dequantize(grad.dtype).t(), x_dtype)
-            else:
-                grad_x = matmul_bf16(grad, _values(weight).t(), x_dtype)
-        if needs_wgrad:
-            if self.low_wgrad:
-                x = self._saved_activation(saved, saved_scale, x_shape)
-                grad_weight = gemm(turned, x, weight.dtype)
-            else:
-                grad_weight = matmul_bf16(grad.t(), saved.t(), weight.dtype)
-        return grad_x, grad_weight
+    def dgrad(self, gradients: Gradients, weight: Weight, x_dtype: torch.dtype) -> torch.Tensor:
+        """The input's gradient `[M, K]` in `x_dtype`."""
+        config, grad = self.config, gradients.grad
+        if config.dgrad == "low" and config.quantize_activation:
+            return self._low_dgrad(gradients, weight, x_dtype)
+        if config.dgrad == "low":
+            # Weight only: any axis will do, so the gradient belongs to the very weight that fprop multiplied.
+            return matmul_bf16(grad, self._weight(weight).dequantize(grad.dtype).t(), x_dtype)
+        return matmul_bf16(grad, _values(weight).t(), x_dtype)
+
+    def wgrad(
+        self,
+        gradients: Gradients,
+        saved: torch.Tensor,
+        saved_scale: torch.Tensor | None,
+        x_shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The weight's gradient `[N, K]` in `dtype`; other arguments as in `backward`."""
+        if self.low_wgrad:
+            return gemm(gradients.turned, self._saved_activation(saved, saved_scale, x_shape), dtype)
+        return matmul_bf16(gradients.grad.t(), saved.t(), dtype)
 
     # --- the backward GEMMs -------------------------------------------------------------------------------------------
 
-    def _low_dgrad(
-        self,
-        grad: torch.Tensor,
-        weight: Weight,
-        rows: QuantizedTensor | None,
-        key: torch.Tensor | int,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def _low_dgrad(self, gradients: Gradients, weight: Weight, out_dtype: torch.dtype) -> torch.Tensor:
+        grad = gradients.grad
         if self.config.weight_block == ROW_BLOCK:
             # dx = Q(g diag(s)) W_q: the row scales s lie along N, which dgrad contracts, where no row-wise GEMM can
             # apply them. They move into the gradient before it is quantized per token: one copy of the weight serves.
             w = self._weight(weight)
-            folded = self._gradient(grad.to(torch.float32) * w.scale.t(), key, _DGRAD_STREAM)
+            folded = self._gradient(grad.to(torch.float32) * w.scale.t(), gradients.key, _DGRAD_STREAM)
             codes = replace(w, scale=torch.ones((), device=weight.device), block=TENSOR_BLOCK)
             return gemm(folded, self._turned(codes, grad), out_dtype)
-        return gemm(rows, self._weight_for_dgrad(weight, grad), out_dtype)
+        return gemm(gradients.rows, self._weight_for_dgrad(weight, grad), out_dtype)
 
     def _gradients(
         self, grad: torch.Tensor, key: torch.Tensor | int, dgrad: bool, wgrad: bool
@@ -158,26 +197,28 @@ class LinearOperands:
             if wgrad and config.gradient_block == TENSOR_BLOCK:
                 turned = rows.transpose()  # one cast serves both, and is rounded once
             elif wgrad:
-                turned = self._gradient(self._rotate(grad.t()), key, _WGRAD_STREAM)
+                turned = self._gradient(self._rotate(grad.t()), key, _WGRAD_STREAM, (OUT, TOKENS))
         elif wgrad:
             direct = dgrad and not separate
-            rows, turned = self._both(grad, config.gradient_format, config.gradient_block, GRADIENT, rows=direct)
+            rows, turned = self._both(
+                grad, config.gradient_format, config.gradient_block, GRADIENT, (TOKENS, OUT), rows=direct
+            )
         elif dgrad and not separate:
             rows = self._gradient(grad, key, _DGRAD_STREAM)
         return rows, turned
 
     # --- operands -----------------------------------------------------------------------------------------------------
 
-    def _activation(self, x: torch.Tensor) -> QuantizedTensor:
+    def _activation(self, x: torch.Tensor, dims: Dims = (TOKENS, IN)) -> QuantizedTensor:
         config = self.config
-        return self._quantize(x, config.activation_format, config.activation_block, INPUT)
+        return self._quantize(x, config.activation_format, config.activation_block, INPUT, dims)
 
     def _activation_for_wgrad(self, x: torch.Tensor) -> QuantizedTensor:
         """The activation as wgrad multiplies it, `[K, M]`."""
         config = self.config
         if config.hadamard:
-            return self._activation(self._rotate(x.t()))
-        return self._both(x, config.activation_format, config.activation_block, INPUT, rows=False)[1]
+            return self._activation(self._rotate(x.t()), (IN, TOKENS))
+        return self._both(x, config.activation_format, config.activation_block, INPUT, (TOKENS, IN), rows=False)[1]
 
     def _saved_activation(
         self, saved: torch.Tensor, scale: torch.Tensor | None, x_shape: tuple[int, int]
@@ -191,11 +232,11 @@ class LinearOperands:
             m += -m % HADAMARD_BLOCK
         return QuantizedTensor(saved, scale, fmt, config.activation_block, (k, m))
 
-    def _weight(self, weight: Weight) -> QuantizedTensor:
-        """The weight as fprop multiplies it, `[N, K]`."""
+    def _weight(self, weight: Weight, dims: Dims = (OUT, IN)) -> QuantizedTensor:
+        """The weight as fprop multiplies it, `[N, K]`; turned, with `dims` in that order, as dgrad does."""
         if isinstance(weight, WeightView):
             return self._gathered(weight)
-        return self._quantize(weight, self.config.weight_format, self.config.weight_block, WEIGHT)
+        return self._quantize(weight, self.config.weight_format, self.config.weight_block, WEIGHT, dims)
 
     def _weight_for_dgrad(self, weight: Weight, grad: torch.Tensor) -> QuantizedTensor:
         """The weight as dgrad multiplies it, `[K, N]`, blocked along N."""
@@ -206,7 +247,7 @@ class LinearOperands:
             return self._turned(self._weight(weight), grad)
         if config.dgrad_weight == "from_rows":
             weight = self._weight(weight).dequantize()
-        return self._both(weight, config.weight_format, config.weight_block, WEIGHT, rows=False)[1]
+        return self._both(weight, config.weight_format, config.weight_block, WEIGHT, (OUT, IN), rows=False)[1]
 
     def _gathered_for_dgrad(self, weight: WeightView, grad: torch.Tensor) -> QuantizedTensor:
         """The same from gathered codes; what is made of them waits for `grad`, see `kernels.transpose`."""
@@ -219,14 +260,14 @@ class LinearOperands:
         if rows == columns:
             return self._turned(self._gathered(weight), grad) if as_sent else self._gathered(weight).transpose()
         if not as_sent and self.config.dgrad_weight != "from_rows":
-            return self._weight(weight.dense().t())
+            return self._weight(weight.dense().t(), (IN, OUT))
         q = self._gathered(weight)
         if not as_sent or q.fmt.packed:
-            return self._weight(q.dequantize().t())
+            return self._weight(q.dequantize().t(), (IN, OUT))
         turned = transposed_codes(q.data, grad)
         shape = (q.shape[1], q.shape[0])
         values = casts.dequantize(turned, transpose_scale(q.scale), q.fmt, (q.block[1], q.block[0]), shape)
-        return self._weight(values)
+        return self._weight(values, (IN, OUT))
 
     @staticmethod
     def _turned(q: QuantizedTensor, grad: torch.Tensor) -> QuantizedTensor:
@@ -248,7 +289,7 @@ class LinearOperands:
             return weight.rows()
         if self._moves_exponents(weight):
             return tensor_codes(weight.rows())
-        return self._quantize(weight.dense(), self.config.weight_format, self.config.weight_block, WEIGHT)
+        return self._weight(weight.dense())
 
     def _moves_exponents(self, weight: WeightView) -> bool:
         """True where MX codes become per-tensor ones as they are.
@@ -260,39 +301,66 @@ class LinearOperands:
             return False
         return wire.fmt == element_format(config.weight_format, self.flavour)
 
-    def _gradient(self, grad: torch.Tensor, key: torch.Tensor | int, stream: int) -> QuantizedTensor:
+    def _gradient(
+        self, grad: torch.Tensor, key: torch.Tensor | int, stream: int, dims: Dims = (TOKENS, OUT)
+    ) -> QuantizedTensor:
         config = self.config
         noise = None
         if config.stochastic_rounding:
-            noise = stochastic_noise((grad.shape[0], grad.shape[1]), key, grad.device, stream)
-        return self._quantize(grad, config.gradient_format, config.gradient_block, GRADIENT, noise)
+            shape = (grad.shape[0], grad.shape[1])
+            places = (
+                [] if self.spread is None else [self.spread.positions(d, n, grad.device) for d, n in zip(dims, shape)]
+            )
+            noise = stochastic_noise(shape, key, grad.device, stream, *places)
+        return self._quantize(grad, config.gradient_format, config.gradient_block, GRADIENT, dims, noise)
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         return hadamard(x, self.config.seed) if self.config.hadamard else x
 
     def _quantize(
-        self, x: torch.Tensor, name: str, block: tuple[int, int], role: int, noise: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        name: str,
+        block: tuple[int, int],
+        role: int,
+        dims: Dims,
+        noise: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        return quantize(x, element_format(name, self.flavour), block, noise=noise, **self._options(x, role))
+        amax = self._amax(x, block, role, dims)
+        return quantize(x, element_format(name, self.flavour), block, noise=noise, amax=amax, **self._options())
 
     def _both(
-        self, x: torch.Tensor, name: str, block: tuple[int, int], role: int, *, rows: bool
+        self, x: torch.Tensor, name: str, block: tuple[int, int], role: int, dims: Dims, *, rows: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor]:
         """`x` (with `rows`) and its transpose, each quantized along its last dimension."""
-        fmt = element_format(name, self.flavour)
-        if fmt.packed:  # no kernel turns half bytes
-            first = self._quantize(x, name, block, role) if rows else None
-            return first, self._quantize(x.t(), name, block, role)
-        return quantize_both(x, fmt, block, rows=rows, **self._options(x, role))
+        fmt, turned = element_format(name, self.flavour), (dims[1], dims[0])
+        # No kernel turns half bytes, and none takes rows' amax values from elsewhere.
+        if fmt.packed or (block == ROW_BLOCK and self._cut(*dims)):
+            first = self._quantize(x, name, block, role, dims) if rows else None
+            return first, self._quantize(x.t(), name, block, role, turned)
+        return quantize_both(x, fmt, block, rows=rows, amax=self._amax(x, block, role, dims), **self._options())
 
-    def _options(self, x: torch.Tensor, role: int) -> dict[str, Any]:
+    def _amax(self, x: torch.Tensor, block: tuple[int, int], role: int, dims: Dims) -> torch.Tensor | None:
+        """What to scale `x` by, None for its own values: a history's, or the largest over the ranks that hold parts."""
+        if self.config.scaling == "delayed":
+            over_ranks = None if self.spread is None else functools.partial(self.spread.maximum, dims=dims)
+            return self.state.amax(role, x, self.record, over_ranks)
+        if block == TENSOR_BLOCK and self._cut(*dims):
+            return self.spread.maximum(largest_magnitude(x), dims)
+        if block == ROW_BLOCK and self._cut(dims[1]):
+            return self.spread.maximum(x.abs().amax(dim=-1, keepdim=True), dims[1:])
+        return None
+
+    def _cut(self, *dims: str) -> bool:
+        return self.spread is not None and any(self.spread.group(dim) is not None for dim in dims)
+
+    def _options(self) -> dict[str, Any]:
         config = self.config
         return {
             "mx": config.is_mx,
             "rounding": config.scale_rounding,
             "margin": config.margin,
             "pow2": config.pow2_scale,
-            "amax": self.state.amax(role, x, self.record) if config.scaling == "delayed" else None,
         }
 
 

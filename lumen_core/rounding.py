@@ -41,7 +41,12 @@ def mix32(x: torch.Tensor | int) -> torch.Tensor | int:
 
 
 def stochastic_noise(
-    shape: tuple[int, int], key: torch.Tensor | int, device: torch.device, stream: int = 0
+    shape: tuple[int, int],
+    key: torch.Tensor | int,
+    device: torch.device,
+    stream: int = 0,
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Uniform fp32 values in [0, 1), 24 bits each, a pure function of position, `key` and `stream`.
 
@@ -52,12 +57,13 @@ def stochastic_noise(
         shape: `(R, C)`.
         key: integer, or 0-dim int64 tensor on `device`.
         stream: separates uses that share a key.
+        rows, columns: positions of a part of a matrix in the whole, int64 `[R]` and `[C]`; default: it is the whole.
     """
     if not isinstance(key, torch.Tensor):
         key = torch.full((), key & 0x7FFFFFFFFFFFFFFF, dtype=torch.int64, device=device)
     seed = mix32(mix32(key) ^ mix32((key >> 32) + stream * _GOLDEN))
     # Every product starts from a masked value: compilers may hold a bare index in 32 bits.
-    rows = mix32(torch.arange(shape[0], dtype=torch.int64, device=device)) ^ seed
-    columns = mix32(torch.arange(shape[1], dtype=torch.int64, device=device)) * _GOLDEN
-    bits = mix32(mix32(rows)[:, None] + columns[None, :])
+    rows = torch.arange(shape[0], dtype=torch.int64, device=device) if rows is None else rows
+    columns = torch.arange(shape[1], dtype=torch.int64, device=device) if columns is None else columns
+    bits = mix32(mix32(mix32(rows) ^ seed)[:, None] + (mix32(columns) * _GOLDEN)[None, :])
     return (bits >> 8).to(torch.float32) * 2.0**-24

@@ -86,7 +86,8 @@ def quantize(
         block: `(0, 0)` tensor, `(1, 0)` row, otherwise rows and columns of a block.
         mx: E8M0 scales rather than fp32.
         rounding: how an E8M0 scale is rounded.
-        margin, amax: tensor granularity only, see `casts.quantize_tensor`.
+        margin: tensor granularity only, see `casts.quantize_tensor`.
+        amax: what to scale by instead of x's own, 0-dim for a tensor, `[R, 1]` for rows.
         pow2: fp32 scales rounded up to a power of two.
         noise: see `casts.encode`.
     """

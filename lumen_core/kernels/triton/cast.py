@@ -76,6 +76,8 @@ def unsupported(q: QuantizeQuery) -> str | None:
         return "a tensor subclass, or one that autograd follows"
     if q.elements == 0:
         return "an empty tensor"
+    if q.given_amax and q.block != TENSOR_BLOCK:
+        return "scales of rows from an amax that the caller brings"
     if q.block not in (MX_BLOCKS if q.mx else (TENSOR_BLOCK, ROW_BLOCK, *FP32_BLOCKS)):
         return f"blocks of {q.block[0]}x{q.block[1]}"
     return None
