@@ -22,7 +22,7 @@ def _sides(causal: bool, window: Window | None) -> Window:
     return left, min(right, 0) if causal else right
 
 
-def _interval(
+def interval_bounds(
     own: torch.Tensor, begin: torch.Tensor | int, end: torch.Tensor | int, causal: bool, window: Window | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Interval around each query's own position among the keys, within `begin <= j < end`."""
@@ -38,7 +38,7 @@ def dense_bounds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bounds int32 `[1, queries]` of one sequence; the last query is at the last key's position."""
     own = torch.arange(queries, device=device) + (keys - queries)
-    first, last = _interval(own, 0, keys, causal, window)
+    first, last = interval_bounds(own, 0, keys, causal, window)
     return first[None], last[None]
 
 
@@ -55,7 +55,7 @@ def document_bounds(
     which = torch.searchsorted(cu_queries, token, right=True) - 1
     after = (which + 1).clamp(max=cu_queries.shape[0] - 1)
     begin, end = cu_keys[which].long(), cu_keys[after].long()
-    first, last = _interval(token + (end - cu_queries[after]), begin, end, causal, window)
+    first, last = interval_bounds(token + (end - cu_queries[after]), begin, end, causal, window)
     return first[None], last[None]
 
 
@@ -75,7 +75,7 @@ def position_bounds(
     # A token ends a document where the next one begins another.
     ends = torch.where(torch.nn.functional.pad(new[:, 1:], (0, 1), value=True), index + 1, index.shape[0])
     end = ends.flip(1).cummin(dim=1).values.flip(1)
-    return _interval(index.expand_as(begin), begin, end, causal, window)
+    return interval_bounds(index.expand_as(begin), begin, end, causal, window)
 
 
 def query_bounds(first: torch.Tensor, last: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:

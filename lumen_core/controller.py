@@ -137,12 +137,17 @@ def controller_over(module: torch.nn.Module) -> Controller | None:
     return next((c for c in live_controllers() if any(m is module for m in c.model.modules())), None)
 
 
-def base_key(name: str, seed: int) -> int:
-    """Key of a module's stochastic rounding: differs by module, seed and data-parallel rank; 32 low bits are free."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank = torch.distributed.get_rank()
-    else:
-        rank = int(os.environ.get("RANK", "0"))
+def base_key(name: str, seed: int, rank: int | None = None) -> int:
+    """Key of a module's stochastic rounding: differs by module, seed and `rank`; 32 low bits are free.
+
+    Args:
+        rank: among the replicas of the module; default: this process's among all.
+    """
+    if rank is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank = torch.distributed.get_rank()
+        else:
+            rank = int(os.environ.get("RANK", "0"))
     return (zlib.crc32(f"{seed}/{rank}/{name}".encode()) & 0xFFFFFF) << 32
 
 

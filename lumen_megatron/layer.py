@@ -1,0 +1,94 @@
+"""The transformer layer that names its linear layers, decides which are quantized, and ends training steps.
+
+Megatron marks modules at the first micro-batch of each step (`is_first_microbatch`): that is when the step before is
+over, whatever optimizer ran.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from lumen_core.amax import ScalingState, end_step
+from lumen_core.controller import base_key
+from lumen_core.selection import module_selected
+from lumen_megatron.linear import LumenLinear
+from lumen_megatron.options import options_of
+
+
+class Chunk:
+    """The layers of one model chunk on this rank, whose amax values are reduced together."""
+
+    def __init__(self) -> None:
+        self._layers: dict[object, weakref.WeakSet[LumenTransformerLayer]] = {}
+
+    def add(self, layer: LumenTransformerLayer) -> None:
+        """Take in a layer; those of one virtual pipeline stage belong together."""
+        self._layers.setdefault(getattr(layer, "vp_stage", None), weakref.WeakSet()).add(layer)
+
+    def end_step(self, layer: LumenTransformerLayer) -> None:
+        """Close the training step of `layer` and its companions; a collective over the amax group."""
+        layers = sorted(self._layers[getattr(layer, "vp_stage", None)], key=lambda each: each.layer_number)
+        states = []
+        for each in layers:
+            each.is_first_microbatch = False
+            states += [state for _, state in each.scaling_states()]
+        quant = options_of(layer.config).quant
+        if quant.scaling == "delayed" and states:
+            end_step(states, quant.amax_algo, reduce=quant.reduce_amax, group=amax_group())
+
+
+def amax_group() -> torch.distributed.ProcessGroup:
+    """Ranks that hold parts of the same layers, or their replicas: tensor, context and data parallel."""
+    return parallel_state.get_amax_reduction_group(with_context_parallel=True)
+
+
+class LumenTransformerLayer(TransformerLayer):
+    """Megatron's layer. `chunk` comes with the layer's spec; everything else is as in `TransformerLayer`."""
+
+    def __init__(self, *args: Any, chunk: Chunk, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_first_microbatch = True
+        self._choose()
+        # Not a submodule, and not copied with the layer: a deep copy belongs to the same chunk.
+        self.__dict__["_chunk"] = chunk
+        chunk.add(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `TransformerLayer`."""
+        if self.is_first_microbatch:
+            self._chunk.end_step(self)
+        return super().forward(*args, **kwargs)
+
+    def linears(self) -> Iterator[tuple[str, LumenLinear]]:
+        """`(name, module)` of our linear layers, by the names that the whole model has for them."""
+        for name, module in self.named_modules():
+            if isinstance(module, LumenLinear):
+                yield f"decoder.layers.{self.layer_number - 1}.{name}", module
+
+    def scaling_states(self) -> Iterator[tuple[str, ScalingState]]:
+        """`(name, state)` of every quantized linear layer."""
+        for name, module in self.linears():
+            if module.quant_config is not None:
+                yield name, module.quant_state
+
+    def _choose(self) -> None:
+        options = options_of(self.config)
+        if not options.quantizes:
+            return
+        quant, layers = options.quant, self.config.num_layers
+        first = self.layer_number <= quant.first_layers_bf16
+        last = self.layer_number > layers - quant.last_layers_bf16
+        for name, module in self.linears():
+            if first or last:
+                module.set_recipe(None, f"{'first' if first else 'last'}_layers_bf16")
+                continue
+            selected, why = module_selected(name, quant.apply_modules, quant.ignored_modules)
+            # Ranks that hold parts of one layer draw from one stream; replicas must not.
+            key = base_key(name, quant.seed, parallel_state.get_data_parallel_rank())
+            module.set_recipe(quant if selected else None, "" if selected else why, key)
