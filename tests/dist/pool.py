@@ -52,6 +52,11 @@ class RankPool:
         self._ranks: list[tuple[Any, Any]] = []
         self._folder: Any = None
 
+    @property
+    def started(self) -> bool:
+        """Whether the ranks are there."""
+        return bool(self._ranks)
+
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))

@@ -1,0 +1,144 @@
+"""A small GPT of Megatron-Core on gloo ranks: built, run and compared. Functions here run inside the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+SEQUENCE, BATCH, VOCABULARY = 64, 2, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model is cut: sizes of the parallel groups, and sequence parallelism."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sp: bool = False
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}{'sp' if self.sp else ''}pp{self.pp}cp{self.cp}ep{self.ep}"
+
+
+def set_up(layout: Layout, **overrides: Any) -> Any:
+    """Process groups and random states for `layout`, and its `TransformerConfig`."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        layout.tp, layout.pp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    settings = dict(
+        num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256,
+        gated_linear_unit=True, activation_func=F.silu, normalization="RMSNorm", add_bias_linear=False,
+        use_cpu_initialization=True, gradient_accumulation_fusion=False, bias_dropout_fusion=False,
+        bias_activation_fusion=False, masked_softmax_fusion=False, hidden_dropout=0.0, attention_dropout=0.0,
+        pipeline_dtype=torch.float32, tensor_model_parallel_size=layout.tp, sequence_parallel=layout.sp,
+        pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+    )  # fmt: skip
+    config = TransformerConfig(**{**settings, **overrides})
+    config.finalize_model_grads_func = finalize_model_grads
+    return config
+
+
+def build(config: Any, recipe: str, *, ddp: dict[str, Any] | None = None, **options: Any) -> Any:
+    """GPT of `config` in DDP; `recipe` is one of Lumen's, or `local` for Megatron's own layers."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from lumen_megatron.options import configure
+    from lumen_megatron.spec import block_spec
+
+    if recipe == "local":
+        spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
+    else:
+        spec = block_spec(configure(config, recipe, **options))
+    torch.manual_seed(1)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+    )
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**(ddp or {})), model)
+
+
+def batches(count: int, seed: int = 3) -> list[torch.Tensor]:
+    """Micro-batches of tokens `[BATCH, SEQUENCE]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator) for _ in range(count)]
+
+
+def run(model: Any, tokens: list[torch.Tensor], *, forward_only: bool = False) -> float | None:
+    """Forward and backward of the global micro-batches `tokens`: the mean loss, on ranks that have it."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    own = tokens[replica::replicas]
+    position = torch.arange(SEQUENCE)
+    if cp > 1:  # chunks r and 2n-1-r of 2n
+        chunks = position.chunk(2 * cp)
+        position = torch.cat([chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]])
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        ids = next(iterator)[:, position]
+        out = chunk(ids, position[None].expand(BATCH, -1), mask, labels=ids)
+        return out, lambda losses: (losses.mean() / cp, {"loss": losses.mean().detach()})
+
+    answers = get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=iter(own), model=[model], num_microbatches=len(own),
+        seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=forward_only,
+    )  # fmt: skip
+    if not answers:
+        return None
+    loss = torch.stack([answer["loss"] for answer in answers]).mean()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(loss, group=group)
+    return (loss / torch.distributed.get_world_size(group)).item()
+
+
+def pieces(model: Any, *, values: bool = False) -> dict[str, tuple[torch.Tensor, int, int]]:
+    """`{name: (gradient or value, dimension it is cut along or -1, stride)}` by names of the whole model."""
+    out = {}
+    layers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.module.decoder.layers)}
+    for name, parameter in model.module.named_parameters():
+        for prefix, number in layers.items():
+            if name.startswith(prefix):
+                name = f"decoder.layers.{number}.{name[len(prefix) :]}"
+                break
+        cut = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else -1
+        stride = 2 if "linear_fc1" in name and cut == 0 else 1
+        tensor = parameter.detach() if values else parameter.main_grad
+        out[name] = (tensor.clone(), cut, stride)
+    return out
+
+
+def whole(parts: list[dict[str, tuple[torch.Tensor, int, int]]], tp: int) -> dict[str, torch.Tensor]:
+    """Whole tensors from the `pieces` of all ranks; of tensor-parallel groups the first ranks of each stage."""
+    out: dict[str, torch.Tensor] = {}
+    for first in range(0, len(parts), tp):
+        group = parts[first : first + tp]
+        for name, (tensor, cut, stride) in group[0].items():
+            if cut < 0:
+                out.setdefault(name, tensor)
+                continue
+            shards = [part[name][0].chunk(stride, dim=cut) for part in group]
+            out.setdefault(name, torch.cat([s[i] for i in range(stride) for s in shards], dim=cut))
+    return out
