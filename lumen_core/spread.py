@@ -24,12 +24,14 @@ class Spread:
         out: as in a column-parallel layer.
         in_: as in a row-parallel layer.
         stride: pieces that each rank holds of N (2 where gate and up lie behind one another).
+        zigzag: rank r of n holds chunks r and 2n-1-r of 2n of the tokens, as causal attention is balanced.
     """
 
     tokens: ProcessGroup | None = None
     out: ProcessGroup | None = None
     in_: ProcessGroup | None = None
     stride: int = 1
+    zigzag: bool = False
 
     @property
     def anything(self) -> bool:
@@ -56,14 +58,14 @@ class Spread:
         return amax
 
     def positions(self, dim: str, size: int, device: torch.device) -> torch.Tensor | None:
-        """Indices of this rank's `size` entries in the whole dimension, int64; None where it is whole.
-
-        Of tokens only the count is known, not which ones a rank has: they are numbered by rank.
-        """
+        """Indices of this rank's `size` entries in the whole dimension, int64; None where it is whole."""
         group = self.group(dim)
         if group is None:
             return None
         rank, ranks = get_rank(group), get_world_size(group)
+        if dim == TOKENS and self.zigzag and size % 2 == 0:
+            half = torch.arange(size // 2, device=device)
+            return torch.cat([rank * (size // 2) + half, (2 * ranks - 1 - rank) * (size // 2) + half])
         stride = self.stride if dim == OUT and size % self.stride == 0 else 1
         piece = size // stride
         starts = (torch.arange(stride, device=device) * ranks + rank) * piece

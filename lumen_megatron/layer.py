@@ -1,7 +1,7 @@
 """The transformer layer that names its linear layers, decides which are quantized, and ends training steps.
 
-Megatron marks modules at the first micro-batch of each step (`is_first_microbatch`): that is when the step before is
-over, whatever optimizer ran.
+Megatron's schedules tell each layer which micro-batch of the step comes (`current_microbatch`). The first one says that
+the step before is over, whatever optimizer ran.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class Chunk:
     def end_step(self, layer: LumenTransformerLayer) -> None:
         """Close the training step of `layer` and its companions; a collective over the amax group."""
         layers = sorted(self._layers[getattr(layer, "vp_stage", None)], key=lambda each: each.layer_number)
+        trained = any(each.trained for each in layers)
         states = []
         for each in layers:
-            each.is_first_microbatch = False
+            each.step_begins = each.trained = False
             states += [state for _, state in each.scaling_states()]
         quant = options_of(layer.config).quant
-        if quant.scaling == "delayed" and states:
+        if quant.scaling == "delayed" and states and trained:
             end_step(states, quant.amax_algo, reduce=quant.reduce_amax, group=amax_group())
 
 
@@ -49,11 +50,16 @@ def amax_group() -> torch.distributed.ProcessGroup:
 
 
 class LumenTransformerLayer(TransformerLayer):
-    """Megatron's layer. `chunk` comes with the layer's spec; everything else is as in `TransformerLayer`."""
+    """Megatron's layer. `chunk` comes with the layer's spec; everything else is as in `TransformerLayer`.
+
+    Attributes:
+        step_begins: the pass to come is the first of a step.
+        trained: a pass with gradients ran in this step.
+    """
 
     def __init__(self, *args: Any, chunk: Chunk, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.is_first_microbatch = True
+        self.step_begins = self.trained = False
         self._choose()
         # Not a submodule, and not copied with the layer: a deep copy belongs to the same chunk.
         self.__dict__["_chunk"] = chunk
@@ -61,9 +67,20 @@ class LumenTransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As `TransformerLayer`."""
-        if self.is_first_microbatch:
+        if self.step_begins:
             self._chunk.end_step(self)
+        self.trained |= self.training and torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
+
+    @property
+    def current_microbatch(self) -> int:
+        """Number of the micro-batch within its step; the schedules set it."""
+        return self._current_microbatch
+
+    @current_microbatch.setter
+    def current_microbatch(self, number: int) -> None:
+        self._current_microbatch = number
+        self.step_begins |= number == 0
 
     def linears(self) -> Iterator[tuple[str, LumenLinear]]:
         """`(name, module)` of our linear layers, by the names that the whole model has for them."""

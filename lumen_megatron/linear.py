@@ -51,7 +51,7 @@ class LumenLinear:
         tokens = None
         if self.config.context_parallel_size > 1 and not self.is_expert:
             tokens = parallel_state.get_context_parallel_group()
-        self.spread = Spread(tokens=tokens, stride=stride, **{cut: group})
+        self.spread = Spread(tokens=tokens, stride=stride, zigzag=True, **{cut: group})
         self._fuse_main_grad = options.fuse_main_grad
         self._deferred: list[Callable[[], None]] = []
         self.set_recipe(options.quant if options.quantizes else None, "" if options.quantizes else "recipe bf16")

@@ -10,16 +10,18 @@ from lumen_core.tracing import as_dtype
 
 
 def gemm(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool = False) -> torch.Tensor:
-    """`a @ b.T` in fp32 arithmetic: `[M, C] x [N, C] -> [M, N]`.
+    """`a @ b.T` in fp32 arithmetic, fp64 for an fp64 output: `[M, C] x [N, C] -> [M, N]`.
 
     Scales that are constant along the contraction leave the sum, as they do in hardware: then the product of codes is
     taken first and scaled after.
     """
+    wide = torch.float64 if out_dtype == torch.float64 else torch.float32
     if _scale_leaves_sum(a) and _scale_leaves_sum(b):
-        product = decode(a.data, a.fmt, a.shape[1]) @ decode(b.data, b.fmt, b.shape[1]).t()
+        codes = as_dtype(decode(a.data, a.fmt, a.shape[1]), wide)
+        product = codes @ as_dtype(decode(b.data, b.fmt, b.shape[1]), wide).t()
         scale = a.scale * (b.scale if b.block == TENSOR_BLOCK else b.scale.t())
         return as_dtype(product * scale, out_dtype)
-    return as_dtype(a.dequantize() @ b.dequantize().t(), out_dtype)
+    return as_dtype(a.dequantize(wide) @ b.dequantize(wide).t(), out_dtype)
 
 
 def gemm_dequantize_bf16(

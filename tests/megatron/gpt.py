@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-SEQUENCE, BATCH, VOCABULARY = 64, 2, 128
+SEQUENCE, BATCH, VOCABULARY = 256, 2, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ def set_up(layout: Layout, **overrides: Any) -> Any:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(123)
     settings = dict(
-        num_layers=2, hidden_size=128, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256,
+        num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256,
         gated_linear_unit=True, activation_func=F.silu, normalization="RMSNorm", add_bias_linear=False,
         use_cpu_initialization=True, gradient_accumulation_fusion=False, bias_dropout_fusion=False,
         bias_activation_fusion=False, masked_softmax_fusion=False, hidden_dropout=0.0, attention_dropout=0.0,
@@ -50,8 +51,12 @@ def set_up(layout: Layout, **overrides: Any) -> Any:
     return config
 
 
-def build(config: Any, recipe: str, *, ddp: dict[str, Any] | None = None, **options: Any) -> Any:
-    """GPT of `config` in DDP; `recipe` is one of Lumen's, or `local` for Megatron's own layers."""
+def build(config: Any, recipe: str, *, ddp: dict[str, Any] | None = None, labels: bool = True, **options: Any) -> Any:
+    """GPT of `config` in DDP; `recipe` is one of Lumen's, or `local` for Megatron's own layers.
+
+    Args:
+        labels: False for a model that gives whole logits rather than losses.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -73,8 +78,28 @@ def build(config: Any, recipe: str, *, ddp: dict[str, Any] | None = None, **opti
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
+        parallel_output=labels,
     )
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**(ddp or {})), model)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(**(ddp or {})), model)
+    _initialize(model)
+    return model
+
+
+def _initialize(model: Any) -> None:
+    """Values that depend on a parameter's name only: pipeline stages would draw others than one rank does."""
+    from megatron.core import parallel_state
+
+    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for name, (parameter, cut, stride) in pieces(model, parameters=True).items():
+            shape = list(parameter.shape)
+            if cut >= 0:
+                shape[cut] *= tp
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            values = values * 0.05 if parameter.dim() > 1 else 1 + 0.1 * values
+            if cut >= 0:
+                values = torch.cat([part.chunk(tp, cut)[rank] for part in values.chunk(stride, cut)], cut)
+            parameter.copy_(values)
 
 
 def batches(count: int, seed: int = 3) -> list[torch.Tensor]:
@@ -83,8 +108,12 @@ def batches(count: int, seed: int = 3) -> list[torch.Tensor]:
     return [torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator) for _ in range(count)]
 
 
-def run(model: Any, tokens: list[torch.Tensor], *, forward_only: bool = False) -> float | None:
-    """Forward and backward of the global micro-batches `tokens`: the mean loss, on ranks that have it."""
+def run(model: Any, tokens: list[torch.Tensor], *, forward_only: bool = False, linear: bool = False) -> float | None:
+    """Forward and backward of the global micro-batches `tokens`: the mean loss, on ranks that have it.
+
+    Args:
+        linear: a fixed linear function of the logits in place of the cross-entropy, which is computed in fp32.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -99,6 +128,13 @@ def run(model: Any, tokens: list[torch.Tensor], *, forward_only: bool = False) -
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         ids = next(iterator)[:, position]
+        if linear:
+            weights = torch.randn(SEQUENCE, VOCABULARY, generator=torch.Generator().manual_seed(9))[position]
+            logits = chunk(ids, position[None].expand(BATCH, -1), mask)
+            if not parallel_state.is_pipeline_last_stage():
+                return logits, lambda losses: losses
+            scores = (logits * weights).sum(-1)
+            return scores, lambda losses: (losses.mean() / cp, {"loss": losses.mean().detach()})
         out = chunk(ids, position[None].expand(BATCH, -1), mask, labels=ids)
         return out, lambda losses: (losses.mean() / cp, {"loss": losses.mean().detach()})
 
@@ -114,8 +150,8 @@ def run(model: Any, tokens: list[torch.Tensor], *, forward_only: bool = False) -
     return (loss / torch.distributed.get_world_size(group)).item()
 
 
-def pieces(model: Any, *, values: bool = False) -> dict[str, tuple[torch.Tensor, int, int]]:
-    """`{name: (gradient or value, dimension it is cut along or -1, stride)}` by names of the whole model."""
+def pieces(model: Any, *, parameters: bool = False) -> dict[str, tuple[torch.Tensor, int, int]]:
+    """`{name: (gradient or parameter, dimension it is cut along or -1, stride)}` by names of the whole model."""
     out = {}
     layers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.module.decoder.layers)}
     for name, parameter in model.module.named_parameters():
@@ -125,8 +161,7 @@ def pieces(model: Any, *, values: bool = False) -> dict[str, tuple[torch.Tensor,
                 break
         cut = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else -1
         stride = 2 if "linear_fc1" in name and cut == 0 else 1
-        tensor = parameter.detach() if values else parameter.main_grad
-        out[name] = (tensor.clone(), cut, stride)
+        out[name] = (parameter if parameters else parameter.main_grad.clone(), cut, stride)
     return out
 
 
