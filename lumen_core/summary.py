@@ -65,7 +65,7 @@ class Summary:
         """Share of the linear weights, by number of elements, that the recipe covers (0 to 1)."""
         quantized = sum(_numel(row.shape) for row in self.rows)
         total = quantized + sum(_numel(shape) for _, shape, _ in self.skipped)
-        return quantized / total
+        return quantized / max(total, 1)
 
     def __str__(self) -> str:
         header = ("module", "weight", "recipe", "fprop", "dgrad", "wgrad", "kernels")
@@ -101,13 +101,18 @@ def summarize(model: torch.nn.Module, controllers: list[Controller]) -> Summary:
         configs.append(config)
         for label, weight in weights.items():
             device = weight.device
-            n, k = weight.shape[-2:]
-            kernels = _kernels(config, n, k, device)
-            rows.append(Row(label, tuple(weight.shape), config.recipe, _gemms(config), kernels, weight.requires_grad))
+            rows.append(row_of(label, weight, config))
     skipped = [entry for controller in controllers for entry in controller.skipped]
     config = configs[0]  # all alike; an adapter may have settled where dgrad takes its weight from
     fused = tuple(plain_name(name) for name, module in model.named_modules() if isinstance(module, Fused))
     return Summary(config, resolve_flavour(config.flavour, device), rows, skipped, fused)
+
+
+def row_of(name: str, weight: torch.Tensor, config: QuantConfig) -> Row:
+    """The row of one quantized weight `[N, K]`, or `[E, N, K]`."""
+    n, k = weight.shape[-2:]
+    kernels = _kernels(config, n, k, weight.device)
+    return Row(name, tuple(weight.shape), config.recipe, _gemms(config), kernels, weight.requires_grad)
 
 
 def _gemms(config: QuantConfig) -> tuple[str, str, str]:
