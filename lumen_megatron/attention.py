@@ -26,9 +26,22 @@ class LumenCoreAttention(DotProductAttention):
     By `lumen_core.attention` where `attention_backend` says so and for what Megatron's module cannot do: FP8 and MXFP8,
     packed documents, context parallelism, values of another width than keys (multi-latent attention).
 
+    Where TransformerEngine is to compute attention, the constructor gives Megatron's wrapper of its module instead, so
+    that names in checkpoints are those of a TransformerEngine model.
+
     Raises:
-        ValueError: from the constructor, for options that nobody computes together.
+        ValueError: from the constructor, for options that nobody computes together, or a missing TransformerEngine.
     """
+
+    def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        options = options_of(config)
+        if options.attention_backend == "te" or (options.attention_backend == "auto" and options.attention == "bf16"):
+            module = _transformer_engine()
+            if module is not None:
+                return module(config, *args, **kwargs)
+            if options.attention_backend == "te":
+                raise ValueError("attention_backend=te: transformer_engine is not installed; auto takes what is there")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -154,6 +167,13 @@ class LumenCoreAttention(DotProductAttention):
         k, v = (GatherTokens.apply(x, group).index_select(0, order) for x in (k, v))
         positions = whole_positions(lengths, rank, ranks, q.shape[0])
         return q, k, v, bounds_of(lengths, positions, causal, self.window)
+
+
+def _transformer_engine() -> type | None:
+    """Megatron's wrapper of TransformerEngine's attention, or None where that is not installed."""
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.TEDotProductAttention if transformer_engine.HAVE_TE else None
 
 
 def _on_gpu(config: Any) -> bool:

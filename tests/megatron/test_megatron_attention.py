@@ -173,3 +173,50 @@ def _with_a_bias(rank: int, size: int) -> str:
 
 def test_a_bias_is_refused_where_megatron_cannot_help(ranks) -> None:
     assert "attention_bias" in ranks(1).run(_with_a_bias)[0]
+
+
+def _by_transformer_engine(rank: int, size: int) -> list[str]:
+    import ast
+    import inspect
+    from pathlib import Path
+
+    from gpt import Layout, build, set_up
+    from megatron.core.extensions import transformer_engine as te
+
+    said = []
+    try:
+        _attention(Layout(), {"attention_backend": "te"})
+    except ValueError as error:
+        said.append(str(error))
+    # The signature of Megatron's wrapper, from its source: without TransformerEngine the class itself is a stand-in.
+    tree = ast.parse(Path(inspect.getsourcefile(te)).read_text())
+    wrapper = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "TEDotProductAttention")
+    methods = {n.name: [a.arg for a in n.args.args] for n in wrapper.body if isinstance(n, ast.FunctionDef)}
+
+    class Strict(torch.nn.Module):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+            names = methods["__init__"][1:]
+            assert len(args) <= len(names) and set(kwargs) <= set(names), (args, kwargs)
+            said.append("made")
+
+        def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+            assert len(args) <= 1 and set(kwargs) <= set(methods["forward"]), kwargs
+            said.append("called")
+            return query.reshape(*query.shape[:2], -1)
+
+    real = te.HAVE_TE, te.TEDotProductAttention
+    te.HAVE_TE, te.TEDotProductAttention = True, Strict
+    try:
+        model = build(set_up(Layout(), num_layers=1), "mxfp8", attention_backend="auto")
+        ids = torch.zeros(1, 32, dtype=torch.long)
+        model(ids, torch.arange(32)[None], None, labels=ids).sum().backward()
+    finally:
+        te.HAVE_TE, te.TEDotProductAttention = real
+    return said
+
+
+def test_transformer_engine_computes_attention_where_installed(ranks) -> None:
+    missing, *rest = ranks(1).run(_by_transformer_engine, seconds=60.0)[0]
+    assert "attention_backend=te" in missing and "not installed" in missing
+    assert rest == ["made", "called"]
