@@ -28,14 +28,11 @@ class Layout:
 
 def set_up(layout: Layout, **overrides: Any) -> Any:
     """Process groups and random states for `layout`, and its `TransformerConfig`."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        layout.tp, layout.pp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep
-    )
+    groups_for(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(123)
     settings = dict(
         num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=256,
@@ -49,6 +46,26 @@ def set_up(layout: Layout, **overrides: Any) -> Any:
     config = TransformerConfig(**{**settings, **overrides})
     config.finalize_model_grads_func = finalize_model_grads
     return config
+
+
+_groups: list[Layout] = []
+
+
+def groups_for(layout: Layout) -> None:
+    """Megatron's process groups; those of another layout are ended first: each has threads of its own."""
+    from megatron.core import parallel_state
+
+    layout = dataclasses.replace(layout, sp=False)
+    if _groups == [layout]:
+        return
+    parallel_state.destroy_model_parallel()
+    world = torch.distributed.distributed_c10d._world
+    for group in [g for g in world.pg_map if g is not torch.distributed.group.WORLD]:
+        torch.distributed.destroy_process_group(group)
+    parallel_state.initialize_model_parallel(
+        layout.tp, layout.pp, context_parallel_size=layout.cp, expert_model_parallel_size=layout.ep
+    )
+    _groups[:] = [layout]
 
 
 def build(config: Any, recipe: str, *, ddp: dict[str, Any] | None = None, labels: bool = True, **options: Any) -> Any:
