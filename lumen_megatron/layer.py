@@ -49,6 +49,16 @@ def amax_group() -> torch.distributed.ProcessGroup:
     return parallel_state.get_amax_reduction_group(with_context_parallel=True)
 
 
+def step_end(model: torch.nn.Module) -> None:
+    """Close a training step of delayed scaling; for loops without Megatron's schedules, which tell it by themselves.
+
+    A collective over the amax group: every rank calls it.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LumenTransformerLayer) and layer.trained:
+            layer._chunk.end_step(layer)
+
+
 class LumenTransformerLayer(TransformerLayer):
     """Megatron's layer. `chunk` comes with the layer's spec; everything else is as in `TransformerLayer`.
 

@@ -78,6 +78,7 @@ def build(config: Any, recipe: str, *, ddp: dict[str, Any] | None = None, labels
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.module import Float16Module
 
     from lumen_megatron.options import configure
     from lumen_megatron.spec import block_spec
@@ -97,12 +98,14 @@ def build(config: Any, recipe: str, *, ddp: dict[str, Any] | None = None, labels
         position_embedding_type="rope",
         parallel_output=labels,
     )
+    if config.bf16:
+        model = Float16Module(config, model)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(**(ddp or {})), model)
-    _initialize(model)
+    initialize(model)
     return model
 
 
-def _initialize(model: Any) -> None:
+def initialize(model: Any) -> None:
     """Values that depend on a parameter's name only: pipeline stages would draw others than one rank does."""
     from megatron.core import parallel_state
 
@@ -170,8 +173,10 @@ def run(model: Any, tokens: list[torch.Tensor], *, forward_only: bool = False, l
 def pieces(model: Any, *, parameters: bool = False) -> dict[str, tuple[torch.Tensor, int, int]]:
     """`{name: (gradient or parameter, dimension it is cut along or -1, stride)}` by names of the whole model."""
     out = {}
-    layers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.module.decoder.layers)}
-    for name, parameter in model.module.named_parameters():
+    while hasattr(model, "module"):
+        model = model.module
+    layers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    for name, parameter in model.named_parameters():
         for prefix, number in layers.items():
             if name.startswith(prefix):
                 name = f"decoder.layers.{number}.{name[len(prefix) :]}"
