@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lumen_megatron import cpu_training
+
 _CPU = torch.device("cpu")
 _undo: list[Callable[[], None]] = []
 
@@ -34,8 +36,6 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise RuntimeError("lumen_megatron.cpu is for machines without a GPU; this one has one")
-    import torch._dynamo as dynamo
-
     _one_collective_at_a_time()
     _random_states()
     mode = _OnCpu()
@@ -46,8 +46,10 @@ def install() -> None:
         _replace(torch.cuda, name, value)
     for name in ("range_push", "range_pop", "mark"):
         _replace(torch.cuda.nvtx, name, _nothing)
+    cpu_training.replacements(_replace)
     # Megatron compiles small functions; a compiler does not see through the mode above.
-    _replace(dynamo.config, "disable", True)
+    torch.compiler.set_stance("force_eager")
+    _undo.append(lambda: torch.compiler.set_stance("default"))
 
 
 def uninstall() -> None:

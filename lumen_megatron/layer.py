@@ -22,18 +22,28 @@ from lumen_megatron.options import options_of
 
 
 class Chunk:
-    """The layers of one model chunk on this rank, whose amax values are reduced together."""
+    """The layers on this rank that were built from one configuration; those of a chunk reduce their amax together."""
 
     def __init__(self) -> None:
         self._layers: dict[object, weakref.WeakSet[LumenTransformerLayer]] = {}
 
+    @classmethod
+    def of(cls, config: Any) -> Chunk:
+        """The one of a `TransformerConfig`, on which it is kept."""
+        return config.__dict__.setdefault("_lumen_chunk", cls())
+
+    def __deepcopy__(self, memo: dict) -> Chunk:
+        return Chunk()  # a copied configuration builds other layers
+
     def add(self, layer: LumenTransformerLayer) -> None:
-        """Take in a layer; those of one virtual pipeline stage belong together."""
-        self._layers.setdefault(getattr(layer, "vp_stage", None), weakref.WeakSet()).add(layer)
+        """Take in a layer; those of one virtual pipeline stage are a chunk."""
+        self._layers.setdefault(layer.chunk_number, weakref.WeakSet()).add(layer)
 
     def end_step(self, layer: LumenTransformerLayer) -> None:
         """Close the training step of `layer` and its companions; a collective over the amax group."""
-        layers = sorted(self._layers[getattr(layer, "vp_stage", None)], key=lambda each: each.layer_number)
+        # A copied layer is in no set: it stands for itself.
+        members = self._layers.get(layer.chunk_number, ())
+        layers = sorted({*members, layer}, key=lambda each: each.layer_number)
         trained = any(each.trained for each in layers)
         states = []
         for each in layers:
@@ -56,29 +66,29 @@ def step_end(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, LumenTransformerLayer) and layer.trained:
-            layer._chunk.end_step(layer)
+            Chunk.of(layer.config).end_step(layer)
 
 
 class LumenTransformerLayer(TransformerLayer):
-    """Megatron's layer. `chunk` comes with the layer's spec; everything else is as in `TransformerLayer`.
+    """Megatron's layer, built as `TransformerLayer` is.
 
     Attributes:
+        chunk_number: of the virtual pipeline stage; None without interleaving.
         step_begins: the pass to come is the first of a step.
         trained: a pass with gradients ran in this step.
     """
 
-    def __init__(self, *args: Any, chunk: Chunk, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.chunk_number = kwargs.get("vp_stage")
         self.step_begins = self.trained = False
         self._choose()
-        # Not a submodule, and not copied with the layer: a deep copy belongs to the same chunk.
-        self.__dict__["_chunk"] = chunk
-        chunk.add(self)
+        Chunk.of(self.config).add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As `TransformerLayer`."""
         if self.step_begins:
-            self._chunk.end_step(self)
+            Chunk.of(self.config).end_step(self)
         self.trained |= self.training and torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
 

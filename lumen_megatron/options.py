@@ -7,6 +7,7 @@ say the recipe.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,18 +85,22 @@ def configure(
         own["quant"] = with_shared_amax(quant.replace(**overrides) if overrides else quant)
     elif options is None:
         own["quant"] = from_megatron(config)
+        config.fp8 = None  # taken over: Megatron's own FP8 code drives TransformerEngine
     setattr(config, _ATTRIBUTE, LumenOptions(**own))
     return config
 
 
 def options_of(config: Any) -> LumenOptions:
-    """Options of the models built from `config`: set on it, or for the process, or what Megatron's FP8 flags say."""
+    """Options of models built from `config`: set on it, for the process, on the command line, by Megatron's flags."""
     own = getattr(config, _ATTRIBUTE, None)
     if isinstance(own, LumenOptions):
         return own
     if _default is not None:
         return _default
-    return LumenOptions(quant=from_megatron(config))
+    # Megatron's parsed arguments, where a script has any; see lumen_megatron.arguments.
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    parsed = getattr(arguments, "lumen_options", None)
+    return parsed if isinstance(parsed, LumenOptions) else LumenOptions(quant=from_megatron(config))
 
 
 def set_default(options: LumenOptions | None) -> None:

@@ -7,29 +7,21 @@ what a version adds to its layers is in ours, too. Checked on megatron-core 0.16
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lumen_megatron.attention import LumenCoreAttention
-from lumen_megatron.layer import Chunk, LumenTransformerLayer
+from lumen_megatron.layer import LumenTransformerLayer
 from lumen_megatron.linear import LumenColumnParallelLinear, LumenRowParallelLinear
 from lumen_megatron.norm import LumenNorm
 
-# Where Megatron's builders look a provider or a norm up, by module.
-_LOOKED_UP = {
-    "megatron.core.models.backends": ("LocalSpecProvider", "LNImpl"),
-    "megatron.core.models.gpt.gpt_layer_specs": ("LocalSpecProvider", "LNImpl"),
-    "megatron.core.models.gpt.moe_module_specs": ("LocalSpecProvider",),
-}
+# Where Megatron's builders look modules up, and what stands there instead.
+_BUILDERS = "megatron.core.models.gpt.gpt_layer_specs"
 
 
 class LumenSpecProvider(LocalSpecProvider):
@@ -56,16 +48,25 @@ class LumenSpecProvider(LocalSpecProvider):
         return SequentialMLP, MLPSubmodules(linear_fc1=LumenColumnParallelLinear, linear_fc2=LumenRowParallelLinear)
 
 
+def _replacements() -> dict[str, dict[str, type]]:
+    provider = {"LocalSpecProvider": LumenSpecProvider}
+    return {
+        "megatron.core.models.backends": {**provider, "LNImpl": LumenNorm},
+        _BUILDERS: {**provider, "LNImpl": LumenNorm, "TransformerLayer": LumenTransformerLayer},
+        "megatron.core.models.gpt.moe_module_specs": provider,
+    }
+
+
 @contextlib.contextmanager
 def lumen_modules() -> Iterator[None]:
     """Let Megatron's spec builders take Lumen's modules in place of the local ones, inside the context."""
     replaced = []
-    for path, names in _LOOKED_UP.items():
+    for path, names in _replacements().items():
         module = importlib.import_module(path)
-        for name in names:
+        for name, ours in names.items():
             if hasattr(module, name):
                 replaced.append((module, name, getattr(module, name)))
-                setattr(module, name, LumenNorm if name == "LNImpl" else LumenSpecProvider)
+                setattr(module, name, ours)
     try:
         yield
     finally:
@@ -82,15 +83,6 @@ def block_spec(config: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
         **kwargs: of Megatron's `get_gpt_decoder_block_spec`.
     """
     kwargs = {"normalization": config.normalization, "qk_l2_norm": getattr(config, "qk_l2_norm", False), **kwargs}
+    build = importlib.import_module(_BUILDERS).get_gpt_decoder_block_spec
     with lumen_modules():
-        block = gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, vp_stage=vp_stage, **kwargs
-        )
-    chunk = Chunk()
-    return dataclasses.replace(block, layer_specs=[_with_chunk(spec, chunk) for spec in block.layer_specs])
-
-
-def _with_chunk(spec: ModuleSpec, chunk: Chunk) -> ModuleSpec:
-    if spec.module is not TransformerLayer:
-        raise ValueError(f"a layer spec of {spec.module!r}: Lumen knows TransformerLayer")
-    return dataclasses.replace(spec, module=LumenTransformerLayer, params={**(spec.params or {}), "chunk": chunk})
+        return build(config, use_transformer_engine=False, vp_stage=vp_stage, **kwargs)

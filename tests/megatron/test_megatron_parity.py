@@ -58,6 +58,8 @@ def _compare(ranks, alone, size: int, layout: Layout, recipe: str) -> tuple[floa
 def _check(ranks, alone, size: int, layout: Layout, recipe: str) -> None:
     if recipe == "mxfp4" and layout.tp * layout.pp * layout.cp < size:
         recipe = "mxfp4,stochastic_rounding=false"  # replicas draw random bits of their own
+    if recipe == "blockwise" and layout.tp == 4:
+        recipe = "dynamic_block-1-32-32_e4m3_e4m3_e4m3"  # 128 x 128 blocks would be cut
     loss, gradient = _compare(ranks, alone, size, layout, recipe)
     assert loss < 1e-12 and gradient < 1e-12, f"loss differs by {loss:.1e}, a gradient by {gradient:.1e}"
 
