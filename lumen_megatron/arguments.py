@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
+from lumen_core.config import QuantConfig
 from lumen_core.options import add_arguments as add_quant_arguments
 from lumen_core.options import config_from_args
 from lumen_core.values import to_text
@@ -82,16 +82,12 @@ def _asks_for_param_gather(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "fp8_param_gather", False) or getattr(args, "fp8_param", False))
 
 
-def _quant(args: argparse.Namespace) -> Any:
-    named = args.lumen_recipe is not None
-    lumen = with_shared_amax(config_from_args(_with_default(args, "bf16")))
+def _quant(args: argparse.Namespace) -> QuantConfig:
     if not getattr(args, "fp8", None):
-        return lumen
+        return _with_recipe(args, "bf16")
     megatron = from_megatron(args)
-    if not named:
-        # The rest of the flags refine the recipe that Megatron's name.
-        return with_shared_amax(config_from_args(_with_default(args, str(megatron))))
-    if lumen != megatron:
+    lumen = _with_recipe(args, str(megatron))  # flags beside the recipe refine what Megatron's name
+    if args.lumen_recipe is not None and lumen != megatron:
         raise ValueError(
             f"--lumen-recipe {args.lumen_recipe} contradicts --fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}, "
             f"which is {megatron}: give one of them"
@@ -99,9 +95,9 @@ def _quant(args: argparse.Namespace) -> Any:
     return lumen
 
 
-def _with_default(args: argparse.Namespace, recipe: str) -> argparse.Namespace:
-    values = vars(args)
-    return argparse.Namespace(**{**values, "lumen_recipe": values.get("lumen_recipe") or recipe})
+def _with_recipe(args: argparse.Namespace, default: str) -> QuantConfig:
+    named = argparse.Namespace(**{**vars(args), "lumen_recipe": args.lumen_recipe or default})
+    return with_shared_amax(config_from_args(named))
 
 
 def _check_features(args: argparse.Namespace) -> None:

@@ -99,7 +99,7 @@ class _Stream:
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def wait_stream(self, other: object) -> None: ...
+    def wait_stream(self, other: object = None) -> None: ...
 
     wait_event = record = synchronize = wait_stream
 
@@ -138,6 +138,8 @@ def _set_rng_state(state: torch.Tensor, device: object = "cuda") -> None:
     torch.set_rng_state(state)
 
 
+# Of no GPU: Megatron asks for features of newer ones.
+_PROPERTIES = types.SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=1)
 _CUDA: dict[str, Any] = {
     "current_device": lambda: _CPU,
     "set_device": _nothing,
@@ -155,7 +157,7 @@ _CUDA: dict[str, Any] = {
     "max_memory_reserved": lambda device=None: 0,
     "reset_peak_memory_stats": _nothing,
     "memory_stats": lambda device=None: {},
-    "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=0, multi_processor_count=1),
+    "get_device_properties": lambda device=None: _PROPERTIES,
     "get_device_capability": lambda device=None: (0, 0),
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,

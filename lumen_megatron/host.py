@@ -99,7 +99,10 @@ def _add_flags() -> None:
     _replace_everywhere(arguments, "add_megatron_arguments", with_lumen)
 
 
-def _chosen() -> bool:
+def _chosen(config: Any) -> bool:
+    """Whether a builder called with `config` first is to build from Lumen; some are called without one."""
+    if hasattr(config, "transformer_impl"):
+        return config.transformer_impl == IMPLEMENTATION
     global_vars = sys.modules.get("megatron.training.global_vars")
     args = getattr(global_vars, "_GLOBAL_ARGS", None)
     return args is not None and is_chosen(args)
@@ -111,7 +114,7 @@ def _build_from_lumen() -> None:
         build = getattr(specs, name)
 
         def wrapped(*args: Any, _build: Callable[..., Any] = build, **kwargs: Any) -> Any:
-            if not _chosen():
+            if not _chosen(args[0] if args else kwargs.get("config")):
                 return _build(*args, **kwargs)
             with lumen_modules():
                 return _build(*args, **kwargs)

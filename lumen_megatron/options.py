@@ -138,7 +138,7 @@ def from_megatron(config: Any) -> QuantConfig:
         )
     if not getattr(config, "fp8", None):
         return QuantConfig.from_recipe("bf16")
-    name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+    name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe) or "delayed")
     if name not in _FP8_RECIPES:
         raise ValueError(f"--fp8-recipe {name}: Lumen knows {', '.join(_FP8_RECIPES)}")
     settings: dict[str, object] = {}

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from lumen_megatron.attention import LumenCoreAttention
 from lumen_megatron.layer import LumenTransformerLayer
@@ -86,3 +87,43 @@ def block_spec(config: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
     build = importlib.import_module(_BUILDERS).get_gpt_decoder_block_spec
     with lumen_modules():
         return build(config, use_transformer_engine=False, vp_stage=vp_stage, **kwargs)
+
+
+class _BlockOfArguments(TransformerBlockSubmodules):
+    """The block of a script's own arguments: `--spec lumen_megatron.spec lumen_block_spec`.
+
+    Up to 0.17 Megatron takes the named object itself for the spec, so that it is made where it is looked at first;
+    from 0.18 it calls the object with the model's configuration.
+    """
+
+    def __init__(self) -> None:
+        self._made: Any = None
+
+    def __call__(self, model_config: Any, vp_stage: int | None = None) -> Any:
+        return block_spec(getattr(model_config, "transformer", model_config), vp_stage)
+
+    def _block(self) -> Any:
+        if self._made is None:
+            from megatron.training import get_args
+            from megatron.training.arguments import core_transformer_config_from_args
+
+            args = get_args()
+            if getattr(args, "virtual_pipeline_model_parallel_size", None):
+                raise ValueError(
+                    "--spec lumen_megatron.spec lumen_block_spec with interleaved pipeline stages: Megatron does not "
+                    "say which stage it builds; use --transformer-impl lumen"
+                )
+            self._made = block_spec(core_transformer_config_from_args(args))
+        return self._made
+
+    @property
+    def layer_specs(self) -> Any:
+        return self._block().layer_specs
+
+    @property
+    def layer_norm(self) -> Any:
+        return self._block().layer_norm
+
+
+lumen_block_spec = _BlockOfArguments()
+"""For `--spec`; the recipe is that of Megatron's FP8 flags, or of `--lumen-*` flags where `lumen_megatron.auto` ran."""
