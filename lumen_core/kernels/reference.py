@@ -36,13 +36,14 @@ def gemm_dequantize_bf16(
 
 
 def matmul_bf16(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """`a @ b.T` with operands rounded to bf16 (fp16 operands stay fp16) and an fp32 sum.
+    """`a @ b.T` with operands rounded to bf16 (fp16 operands stay fp16) and an fp32 sum (a CPU's fp64 output: fp64).
 
     On a CPU, where bf16 products are slow, the rounded operands are multiplied in fp32: the same products.
     """
     dtype = torch.float16 if a.dtype == b.dtype == torch.float16 else torch.bfloat16
     if a.device.type == "cpu":
-        return as_dtype(_rounded(a, dtype) @ _rounded(b, dtype).t(), out_dtype)
+        wide = torch.float64 if out_dtype == torch.float64 else torch.float32
+        return as_dtype(as_dtype(_rounded(a, dtype), wide) @ as_dtype(_rounded(b, dtype), wide).t(), out_dtype)
     a, b = a.to(dtype), b.to(dtype)
     if out_dtype == torch.float32:
         return torch.mm(a, b.t(), out_dtype=torch.float32)

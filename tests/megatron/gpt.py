@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 from typing import Any
 
@@ -176,15 +177,24 @@ def pieces(model: Any, *, parameters: bool = False) -> dict[str, tuple[torch.Ten
     while hasattr(model, "module"):
         model = model.module
     layers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    experts = model.config.num_moe_experts or 0
+    first_expert = experts // model.config.expert_model_parallel_size * _expert_rank()
     for name, parameter in model.named_parameters():
         for prefix, number in layers.items():
             if name.startswith(prefix):
                 name = f"decoder.layers.{number}.{name[len(prefix) :]}"
                 break
+        name = re.sub(r"local_experts\.(\d+)", lambda found: f"expert.{int(found[1]) + first_expert}", name)
         cut = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else -1
         stride = 2 if "linear_fc1" in name and cut == 0 else 1
         out[name] = (parameter if parameters else parameter.main_grad.clone(), cut, stride)
     return out
+
+
+def _expert_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_model_parallel_rank()
 
 
 def whole(parts: list[dict[str, tuple[torch.Tensor, int, int]]], tp: int) -> dict[str, torch.Tensor]:
