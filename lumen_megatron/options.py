@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lumen_core.config import QuantConfig
@@ -52,6 +52,11 @@ class LumenOptions:
             )
         if self.param_gather and self.quant.format == "bf16":
             raise ValueError("param_gather=True with recipe bf16: there is no low precision to gather in")
+
+    def with_recipe(self, recipe: str | QuantConfig) -> LumenOptions:
+        """The same options with another recipe."""
+        quant = recipe if isinstance(recipe, QuantConfig) else QuantConfig.from_recipe(recipe)
+        return replace(self, quant=with_shared_amax(quant))
 
     @property
     def quantizes(self) -> bool:
