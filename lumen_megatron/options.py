@@ -84,6 +84,7 @@ def configure(
         own["quant"] = with_shared_amax(quant.replace(**overrides) if overrides else quant)
     elif options is None:
         own["quant"] = from_megatron(config)
+        own.setdefault("param_gather", bool(getattr(config, "fp8_param", False)))
     setattr(config, _ATTRIBUTE, LumenOptions(**own))
     return config
 
@@ -95,7 +96,7 @@ def options_of(config: Any) -> LumenOptions:
         return own
     if _default is not None:
         return _default
-    return LumenOptions(quant=from_megatron(config))
+    return LumenOptions(quant=from_megatron(config), param_gather=bool(getattr(config, "fp8_param", False)))
 
 
 def set_default(options: LumenOptions | None) -> None:
