@@ -76,7 +76,8 @@ class LumenLinear:
         Raises:
             ValueError: the recipe or the parameters' precision does not allow it.
         """
-        if self.quant_config.dgrad_weight != "from_rows" and self.quant_config.is_mx:
+        rows, columns = self.quant_config.weight_block or (0, 0)
+        if self.quant_config.is_mx and rows != columns:
             # One copy is gathered: dgrad's blocks along the rows are made from it.
             self.quant_config = self.quant_config.replace(dgrad_weight="from_rows")
             self._gathering_config = self._gathering_config.replace(dgrad_weight="from_rows")

@@ -21,7 +21,6 @@ from lumen_core.spread import IN, OUT, Spread
 from lumen_core.wire import WireFormat
 
 _aten = torch.ops.aten
-_KEEPS = {_aten.detach.default, _aten.alias.default}
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,14 @@ class QuantizedParameter(GatheredWeight):
         else:
             self.holding.quantize(value)
 
+    @property
     def __tensor_flatten__(self) -> None:
-        raise NotImplementedError("a parameter of a low-precision gather is not for torch.compile")
+        # `module.to(...)` swaps a parameter that can be taken apart for another one, which has none of the attributes
+        # that Megatron put there; one that cannot gets its `data` assigned.
+        raise AttributeError("a parameter of a low-precision gather cannot be taken apart")
+
+    def _alias(self) -> QuantizedParameter:
+        return type(self)(self.holding, self._info)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         held = self.holding
@@ -200,8 +205,8 @@ class QuantizedParameter(GatheredWeight):
     def _run(cls, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
         first = args[0] if args else None
         if isinstance(first, cls):
-            if func in _KEEPS or (func is _aten.expand.default and tuple(args[1]) == tuple(first.shape)):
-                return cls(first.holding, first._info)
+            if func is _aten.expand.default and tuple(args[1]) == tuple(first.shape):
+                return first._alias()
             if func is _aten.copy_.default:
                 source = args[1].dequantize() if isinstance(args[1], cls) else args[1]
                 first.holding.quantize(source.expand(first.shape))
