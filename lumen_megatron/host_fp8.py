@@ -12,8 +12,9 @@ Megatron knows TransformerEngine's tensors only. Its buffers, optimizer and chec
 and outside of that module:
 
 * `dist_checkpointing.serialization.save_preprocess`: checkpoints get full precision;
-* `DistributedOptimizer._set_main_param_and_optimizer_states`: torch's Adam has a `step` of its own, which Megatron
-  looks for among a checkpoint's tensors although it saved it elsewhere (up to 0.19; all but `dp_reshardable`).
+* `DistributedOptimizer._set_main_param_and_optimizer_states`: torch's Adam has a `step` for each parameter. Megatron
+  looks for it among a checkpoint's tensors although it saved it elsewhere (all formats but `dp_reshardable`), and sets
+  one tensor for all parameters, which each of them then counts up.
 
 Checked on megatron-core 0.16.1; read in 0.19.1 and head d98e8a64. Head's optimizer casts parameters only where
 `DistributedDataParallelConfig.fp8_param_gather` is set.
@@ -118,11 +119,12 @@ def _save_preprocess(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_step(theirs: Callable[..., None]) -> Callable[..., None]:
     def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        if "step" not in tensors and not self.config.use_precision_aware_optimizer:
+        if not self.config.use_precision_aware_optimizer:
             group, order = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-            if "step" in state:
-                tensors = {**tensors, "step": state["step"]}  # as `load_state_dict` has just set it
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()  # `load_state_dict` has just set one for all
+                tensors = {"step": state["step"], **tensors}
         theirs(self, model_param, tensors)
 
     return set_states

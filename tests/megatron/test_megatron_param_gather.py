@@ -59,7 +59,7 @@ def _check(ranks, size: int, layout: Layout, recipe: str, ddp: dict | None = Non
     plain, gathered = (
         ranks(size).run(_run, layout, recipe, gather, ddp or {}, seconds=90.0) for gather in (False, True)
     )
-    for (losses, weights, starts), (wanted, none, _) in zip(gathered, plain):
+    for (losses, weights, _), (wanted, none, _) in zip(gathered, plain):
         assert losses == wanted and not none
         assert len(weights) == 4 and all(weights.values()), weights
         assert len(set(losses)) == len(losses)

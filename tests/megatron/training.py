@@ -76,7 +76,7 @@ class Trainer:
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        state = {"model": self.model.sharded_state_dict(metadata=metadata)}
+        state = {"model": self.model.module.sharded_state_dict(metadata=metadata)}
         if optimizer:
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
         return state
@@ -99,7 +99,7 @@ class Trainer:
 
         state = dist_checkpointing.load(self.sharded(loading=True, optimizer=optimizer), folder)
         with torch.no_grad():
-            self.model.load_state_dict(state["model"])
+            self.model.module.load_state_dict(state["model"])
         if optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
