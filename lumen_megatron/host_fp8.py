@@ -14,7 +14,11 @@ and outside of that module:
 * `dist_checkpointing.serialization.save_preprocess`: checkpoints get full precision;
 * `DistributedOptimizer._set_main_param_and_optimizer_states`: torch's Adam has a `step` for each parameter. Megatron
   looks for it among a checkpoint's tensors although it saved it elsewhere (all formats but `dp_reshardable`), and sets
-  one tensor for all parameters, which each of them then counts up.
+  one tensor for all parameters, which each of them then counts up;
+* `DistributedOptimizer.state_dict`: a new process loads into an Adam that has no state yet, where Megatron asks what
+  `step` it is at.
+
+The last two concern machines without TransformerEngine and apex, where Megatron takes torch's Adam.
 
 Checked on megatron-core 0.16.1; read in 0.19.1 and head d98e8a64. Head's optimizer casts parameters only where
 `DistributedDataParallelConfig.fp8_param_gather` is set.
@@ -52,8 +56,8 @@ def install() -> None:
     ):
         _replace(fp8_utils, name, wrap(getattr(fp8_utils, name)))
     _replace(serialization, "save_preprocess", _save_preprocess(serialization.save_preprocess))
-    name = "_set_main_param_and_optimizer_states"
-    _replace(DistributedOptimizer, name, _with_step(getattr(DistributedOptimizer, name)))
+    for name, wrap in (("_set_main_param_and_optimizer_states", _with_step), ("state_dict", _with_state)):
+        _replace(DistributedOptimizer, name, wrap(getattr(DistributedOptimizer, name)))
 
 
 def uninstall() -> None:
@@ -128,3 +132,18 @@ def _with_step(theirs: Callable[..., None]) -> Callable[..., None]:
         theirs(self, model_param, tensors)
 
     return set_states
+
+
+def _with_state(theirs: Callable[..., dict]) -> Callable[..., dict]:
+    def state_dict(self: Any) -> dict:
+        adam = self.optimizer
+        if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):  # what its first step would make, without a step
+            for parameter in [p for group in adam.param_groups for p in group["params"] if not adam.state[p]]:
+                adam.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        return theirs(self)
+
+    return state_dict

@@ -32,6 +32,9 @@ class Trainer:
     ) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+        from lumen_megatron import host_fp8
+
+        host_fp8.install()  # Megatron's own layers, too, need it to load what torch's Adam had
         ddp = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **(ddp or {})}
         precision = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
         self.config = set_up(layout, **precision, **(config or {}))
