@@ -106,6 +106,19 @@ class ScalingState:
         """The amax to scale a weight by whose own is `own`."""
         return torch.maximum(self.in_use[WEIGHT], own)
 
+    def coming_weight_amax(self, own: torch.Tensor, current: torch.Tensor, algo: str) -> torch.Tensor:
+        """The same once the running step is over, for a host that casts weights before it ends the step.
+
+        Args:
+            own: of the weight as it is now, 0-dim fp32.
+            current: the amax that the running step saw, 0-dim fp32, of all ranks that `end_step` will ask.
+            algo: as in `end_step`.
+        """
+        history = self.history[:, WEIGHT]
+        pushed = torch.cat([history[1:], current[None]])
+        history = torch.where(torch.isfinite(current) & (current >= 0), pushed, history)
+        return torch.maximum(history.amax() if algo == "max" else history[-1], own)
+
     def notice_update(self, weight_version: int, algo: str) -> None:
         """End this layer's step if its weight was written since the last pass (a hand-written update).
 
@@ -137,7 +150,7 @@ class ScalingState:
         self.history[-keep:] = history[-keep:].to(self.device)
         self.current.copy_(current)
         self.in_use.copy_(_chosen(self.history, algo))
-        self.fresh = False
+        self.fresh = not bool(history.any())  # saved before a step ended: the tensors' own amax counts, as then
 
     def reset(self) -> None:
         """Forget history, so that the next pass scales by current values."""

@@ -19,12 +19,14 @@ from lumen_core.rounding import round_to_format, stochastic_noise
 from lumen_core.tracing import is_zero
 
 __all__ = [
+    "block_amax",
     "convert_flavour",
     "decode",
     "dequantize",
     "e8m0_decode",
     "e8m0_from_amax",
     "encode",
+    "encode_by",
     "pack_fp4",
     "quantize",
     "quantize_block",
@@ -261,6 +263,23 @@ def quantize_mx(
     byte = e8m0_from_amax(_block_amax(blocks), fmt, rounding)
     codes = encode(_from_blocks(blocks, _e8m0_reciprocal(byte), x.shape), fmt, noise)
     return codes, byte.view(E8M0_DTYPE)
+
+
+def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitudes of `x` `[R, C]` that the scales of `block` come from, fp32 of the scales' shape."""
+    if block == TENSOR_BLOCK:
+        return x.abs().amax().to(torch.float32)
+    if block == ROW_BLOCK:
+        return x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+    return _block_amax(_to_blocks(x, block))
+
+
+def encode_by(x: torch.Tensor, scale: torch.Tensor, fmt: ElementFormat, block: tuple[int, int]) -> torch.Tensor:
+    """Codes of `x` `[R, C]` under scales that are there already: those of `quantize` under the scales it would give."""
+    factor = _e8m0_reciprocal(scale.view(torch.uint8)) if scale.dtype == E8M0_DTYPE else 1.0 / scale
+    if block[1] == 0:
+        return encode(x.to(torch.float32) * factor, fmt)
+    return encode(_from_blocks(_to_blocks(x, block), factor, (x.shape[0], x.shape[1])), fmt)
 
 
 def dequantize(

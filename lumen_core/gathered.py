@@ -202,6 +202,9 @@ class GatheredWeight(torch.Tensor):
     def __setitem__(self, index: object, value: object) -> None:
         raise _read_only(self)
 
+    def _alias(self) -> GatheredWeight:
+        return type(self)(self.parts(), self._info, self.shape, self.dtype)
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -215,7 +218,7 @@ class GatheredWeight(torch.Tensor):
     def _run(cls, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
         first = args[0] if args else None
         if _is_whole(func, args, cls):
-            return cls(first.parts(), first._info, first.shape, first.dtype)
+            return first._alias()
         if func is _aten.unbind.int and first.dim() == 3 and (len(args) < 2 or args[1] == 0):
             return first.experts()
         if func in _FACTORIES:

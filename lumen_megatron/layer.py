@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from lumen_core.amax import ScalingState, end_step
 from lumen_core.controller import base_key
 from lumen_core.selection import module_selected
+from lumen_megatron import host_fp8
 from lumen_megatron.linear import LumenLinear
 from lumen_megatron.options import options_of
 
@@ -102,6 +103,12 @@ class LumenTransformerLayer(TransformerLayer):
         self._current_microbatch = number
         self.step_begins |= number == 0
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `TransformerLayer`. The step is over where a checkpoint is made: a collective over the amax group."""
+        Chunk.of(self.config).end_step(self)
+        host_fp8.install()
+        return super().sharded_state_dict(*args, **kwargs)
+
     def linears(self) -> Iterator[tuple[str, LumenLinear]]:
         """`(name, module)` of our linear layers, by the names that the whole model has for them."""
         for name, module in self.named_modules():
@@ -129,3 +136,5 @@ class LumenTransformerLayer(TransformerLayer):
             # Ranks that hold parts of one layer draw from one stream; replicas must not.
             key = base_key(name, quant.seed, parallel_state.get_data_parallel_rank())
             module.set_recipe(quant if selected else None, "" if selected else why, key)
+            if selected and options.param_gather and module.weight is not None:
+                module.gather_in_low_precision(name)

@@ -18,8 +18,10 @@ from lumen_core.amax import ScalingState
 from lumen_core.config import QuantConfig
 from lumen_core.operands import LinearOperands
 from lumen_core.spread import Spread
+from lumen_megatron import host_fp8
 from lumen_megatron.linear_function import Call, ParallelLinear
 from lumen_megatron.options import options_of
+from lumen_megatron.parameter import QuantizedParameter, quantized_parameter
 
 # Arguments that newer versions pass to `_forward_impl`, with the values under which they ask for nothing.
 _IDLE: dict[str, tuple[object, ...]] = {
@@ -65,6 +67,22 @@ class LumenLinear:
         self.quant_state = ScalingState(config.history_len, device, key)
         # Under sequence parallelism a rank keeps its own tokens as they are, not codes of everybody's.
         self._gathering_config = config.replace(low_precision_activations=False)
+
+    def gather_in_low_precision(self, name: str) -> None:
+        """Hold the weight as codes and scales, which the distributed optimizer gathers as they are.
+
+        A collective over the tensor-parallel ranks; once the recipe is decided, before DDP takes the parameters.
+
+        Raises:
+            ValueError: the recipe or the parameters' precision does not allow it.
+        """
+        rows, columns = self.quant_config.weight_block or (0, 0)
+        if self.quant_config.is_mx and rows != columns:
+            # One copy is gathered: dgrad's blocks along the rows are made from it.
+            self.quant_config = self.quant_config.replace(dgrad_weight="from_rows")
+            self._gathering_config = self._gathering_config.replace(dgrad_weight="from_rows")
+        host_fp8.install()
+        self.weight = quantized_parameter(self.weight, self.quant_config, self.quant_state, self.spread, name)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.quant_config is None or input.numel() == 0:
@@ -114,6 +132,8 @@ class LumenLinear:
         with torch.no_grad():
             if config.scaling == "delayed" and "history" in state:
                 self.quant_state.set_history(state["history"], state["current"], config.amax_algo)
+                if isinstance(self.weight, QuantizedParameter) and self.weight.holding.initial is not None:
+                    self.weight.copy_(self.weight)  # it was loaded before, under another scale
             if config.stochastic_rounding and "counter" in state:
                 self.quant_state.set_count(state["counter"].to(self.quant_state.device))
 

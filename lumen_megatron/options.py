@@ -90,7 +90,8 @@ def configure(
         own["quant"] = with_shared_amax(quant.replace(**overrides) if overrides else quant)
     elif options is None:
         own["quant"] = from_megatron(config)
-        config.fp8 = None  # taken over: Megatron's own FP8 code drives TransformerEngine
+        own.setdefault("param_gather", bool(getattr(config, "fp8_param", False)))
+        config.fp8, config.fp8_param = None, False  # taken over: Megatron's own FP8 code drives TransformerEngine
     setattr(config, _ATTRIBUTE, LumenOptions(**own))
     return config
 
@@ -105,7 +106,9 @@ def options_of(config: Any) -> LumenOptions:
     # Megatron's parsed arguments, where a script has any; see lumen_megatron.arguments.
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     parsed = getattr(arguments, "lumen_options", None)
-    return parsed if isinstance(parsed, LumenOptions) else LumenOptions(quant=from_megatron(config))
+    if isinstance(parsed, LumenOptions):
+        return parsed
+    return LumenOptions(quant=from_megatron(config), param_gather=bool(getattr(config, "fp8_param", False)))
 
 
 def set_default(options: LumenOptions | None) -> None:
