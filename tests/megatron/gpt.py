@@ -171,11 +171,17 @@ def run(model: Any, tokens: list[torch.Tensor], *, forward_only: bool = False, l
     return (loss / torch.distributed.get_world_size(group)).item()
 
 
+def bare(model: Any) -> Any:
+    """The GPT inside of its wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
 def pieces(model: Any, *, parameters: bool = False) -> dict[str, tuple[torch.Tensor, int, int]]:
     """`{name: (gradient or parameter, dimension it is cut along or -1, stride)}` by names of the whole model."""
     out = {}
-    while hasattr(model, "module"):
-        model = model.module
+    model = bare(model)
     layers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     experts = model.config.num_moe_experts or 0
     first_expert = experts // model.config.expert_model_parallel_size * _expert_rank()

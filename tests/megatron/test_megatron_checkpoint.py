@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt import Layout
+from gpt import Layout, bare
 from training import Trainer
 
 ONE, TP2, PP2 = Layout(), Layout(tp=2, sp=True), Layout(pp=2)
@@ -31,7 +31,7 @@ def _load_and_train(rank: int, size: int, layout: Layout, recipe: str, folder: s
 def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Amax histories by layer name."""
     states = {}
-    for layer in trainer.model.module.decoder.layers:
+    for layer in bare(trainer.model).decoder.layers:
         for name, state in getattr(layer, "scaling_states", dict)():
             states[name] = state.history.clone()
     return states
