@@ -7,8 +7,15 @@ import re
 import zlib
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+
+
+def some(quick: list[Any], slow: list[Any]) -> list[Any]:
+    """Parameters of a test: `quick` ones for `make test`, `slow` ones for `make test-full`."""
+    return [*quick, *(pytest.param(each, marks=pytest.mark.slow) for each in slow)]
+
 
 SEQUENCE, BATCH, VOCABULARY = 256, 2, 128
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpt import Layout, batches, build, pieces, run, set_up, whole
+from gpt import Layout, batches, build, pieces, run, set_up, some, whole
 
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_ffn_hidden_size": 256,
@@ -35,7 +35,7 @@ def _difference(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("layout", [Layout(ep=2), Layout(tp=2, sp=True)], ids=str)
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8,wgrad=bf16", "rowwise,wgrad=bf16", "blockwise,wgrad=bf16"])
+@pytest.mark.parametrize("recipe", some(["mxfp8,wgrad=bf16"], ["bf16", "rowwise,wgrad=bf16", "blockwise,wgrad=bf16"]))
 def test_experts_elsewhere_compute_the_same(ranks, recipe: str, layout: Layout) -> None:
     """Scales of tokens do not depend on which tokens an expert sees together; those of wgrad, along tokens, would."""
     losses, parts = ranks(1).run(_model, Layout(), recipe, WIDE, seconds=60.0)[0]
@@ -45,7 +45,7 @@ def test_experts_elsewhere_compute_the_same(ranks, recipe: str, layout: Layout) 
     assert _difference(whole([p for _, p in answers], layout.tp), whole([parts], 1)) < 1e-12
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("recipe", some(["mxfp8"], ["tensorwise", "delayed", "mxfp4"]))
 def test_every_recipe_is_close_to_bf16(ranks, recipe: str) -> None:
     steps = 3
     exact, low = (ranks(2).run(_model, Layout(ep=2), r, WIDE, steps, seconds=60.0) for r in ("bf16", recipe))
