@@ -12,16 +12,17 @@ Megatron knows TransformerEngine's tensors only. Its buffers, optimizer and chec
 and outside of that module:
 
 * `dist_checkpointing.serialization.save_preprocess`: checkpoints get full precision;
+* `DistributedOptimizer._copy_main_params_to_model_params`: newer ones cast parameters only where the configuration of
+  DDP says `fp8_param_gather`;
 * `DistributedOptimizer._set_main_param_and_optimizer_states`: torch's Adam has a `step` for each parameter. Megatron
   looks for it among a checkpoint's tensors although it saved it elsewhere (all formats but `dp_reshardable`), and sets
   one tensor for all parameters, which each of them then counts up;
 * `DistributedOptimizer.state_dict`: a new process loads into an Adam that has no state yet, where Megatron asks what
   `step` it is at.
 
-The last two concern machines without TransformerEngine and apex, where Megatron takes torch's Adam.
+The last two of these concern machines without TransformerEngine and apex, where Megatron takes torch's Adam.
 
-Checked on megatron-core 0.16.1; read in 0.19.1 and head d98e8a64. Head's optimizer casts parameters only where
-`DistributedDataParallelConfig.fp8_param_gather` is set.
+Checked on megatron-core 0.16.1 and 0.19.2; read in head d98e8a64.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ def install() -> None:
     ):
         _replace(fp8_utils, name, wrap(getattr(fp8_utils, name)))
     _replace(serialization, "save_preprocess", _save_preprocess(serialization.save_preprocess))
-    for name, wrap in (("_set_main_param_and_optimizer_states", _with_step), ("state_dict", _with_state)):
+    for name, wrap in (
+        ("_copy_main_params_to_model_params", _with_cast),
+        ("_set_main_param_and_optimizer_states", _with_step),
+        ("state_dict", _with_state),
+    ):
         _replace(DistributedOptimizer, name, wrap(getattr(DistributedOptimizer, name)))
 
 
@@ -119,6 +124,16 @@ def _save_preprocess(theirs: Callable[..., Any]) -> Callable[..., Any]:
         return theirs(sharded_state_dict, *args, **kwargs)
 
     return save_preprocess
+
+
+def _with_cast(theirs: Callable[..., None]) -> Callable[..., None]:
+    def copy(self: Any, *args: Any, **kwargs: Any) -> None:
+        groups = getattr(self, "model_float16_groups", [])
+        if any(isinstance(parameter, QuantizedParameter) for group in groups for parameter in group):
+            self.ddp_config.fp8_param_gather = True
+        theirs(self, *args, **kwargs)
+
+    return copy
 
 
 def _with_step(theirs: Callable[..., None]) -> Callable[..., None]:

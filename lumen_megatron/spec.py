@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from lumen_megatron.attention import LumenCoreAttention
@@ -44,15 +42,20 @@ class LumenSpecProvider(LocalSpecProvider):
         """Core attention."""
         return LumenCoreAttention
 
-    def grouped_mlp_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Experts: one quantized MLP each."""
-        return SequentialMLP, MLPSubmodules(linear_fc1=LumenColumnParallelLinear, linear_fc2=LumenRowParallelLinear)
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
+        """Experts: one quantized MLP each, in the form that this version of Megatron has for them."""
+        return super().grouped_mlp_modules(False, *args, **kwargs)
 
 
 def _replacements() -> dict[str, dict[str, type]]:
     provider = {"LocalSpecProvider": LumenSpecProvider}
     return {
-        "megatron.core.models.backends": {**provider, "LNImpl": LumenNorm},
+        "megatron.core.models.backends": {
+            **provider,
+            "LNImpl": LumenNorm,
+            "ColumnParallelLinear": LumenColumnParallelLinear,
+            "RowParallelLinear": LumenRowParallelLinear,
+        },
         _BUILDERS: {**provider, "LNImpl": LumenNorm, "TransformerLayer": LumenTransformerLayer},
         "megatron.core.models.gpt.moe_module_specs": provider,
     }

@@ -183,6 +183,8 @@ def _by_transformer_engine(rank: int, size: int) -> list[str]:
     from gpt import Layout, build, set_up
     from megatron.core.extensions import transformer_engine as te
 
+    import lumen_megatron.spec  # noqa: F401 - Megatron's modules, before they would look for TransformerEngine
+
     said = []
     try:
         _attention(Layout(), {"attention_backend": "te"})
