@@ -10,13 +10,8 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "dist")]
 
+from gpt import start  # noqa: E402
 from pool import RankPool  # noqa: E402
-
-
-def _start(rank: int, size: int) -> None:
-    from lumen_megatron import cpu
-
-    cpu.install()
 
 
 class MegatronRanks:
@@ -30,7 +25,7 @@ class MegatronRanks:
             self._pools[size] = RankPool(size)
         pool = self._pools[size]
         if not pool.started:
-            pool.run(_start, seconds=90.0)  # importing Megatron takes as long as the machine is busy
+            pool.run(start, seconds=90.0)  # importing Megatron takes as long as the machine is busy
         return pool
 
     def stop(self) -> None:

@@ -12,6 +12,13 @@ import torch
 import torch.nn.functional as F
 
 
+def start(rank: int, size: int) -> None:
+    """What a new rank does first. Not in conftest: ranks find functions by their module's name, which several have."""
+    from lumen_megatron import cpu
+
+    cpu.install()
+
+
 def some(quick: list[Any], slow: list[Any]) -> list[Any]:
     """Parameters of a test: `quick` ones for `make test`, `slow` ones for `make test-full`."""
     return [*quick, *(pytest.param(each, marks=pytest.mark.slow) for each in slow)]
