@@ -66,6 +66,7 @@ def options_from_args(args: argparse.Namespace) -> LumenOptions:
         "attention_backend": args.lumen_attention_backend,
         "param_gather": args.lumen_param_gather or _asks_for_param_gather(args) or None,
         "fuse_main_grad": args.lumen_fuse_main_grad,
+        "announce": True,
     }
     options = LumenOptions(quant=quant, **{name: value for name, value in own.items() if value is not None})
     dropout = getattr(args, "attention_dropout", 0.0)

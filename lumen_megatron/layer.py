@@ -26,6 +26,7 @@ class Chunk:
     """The layers on this rank that were built from one configuration; those of a chunk reduce their amax together."""
 
     def __init__(self) -> None:
+        self._announced = False
         self._layers: dict[object, weakref.WeakSet[LumenTransformerLayer]] = {}
 
     @classmethod
@@ -39,6 +40,17 @@ class Chunk:
     def add(self, layer: LumenTransformerLayer) -> None:
         """Take in a layer; those of one virtual pipeline stage are a chunk."""
         self._layers.setdefault(layer.chunk_number, weakref.WeakSet()).add(layer)
+
+    def announce(self) -> None:
+        """Print once, on rank 0, what the layers compute in."""
+        if self._announced:
+            return
+        self._announced = True
+        if torch.distributed.get_rank() == 0:
+            from lumen_megatron.summary import of_layers  # here: it looks for these layers
+
+            layers = {layer for members in self._layers.values() for layer in members}
+            print(of_layers(sorted(layers, key=lambda each: each.layer_number)), flush=True)
 
     def end_step(self, layer: LumenTransformerLayer) -> None:
         """Close the training step of `layer` and its companions; a collective over the amax group."""
@@ -90,6 +102,8 @@ class LumenTransformerLayer(TransformerLayer):
         """As `TransformerLayer`."""
         if self.step_begins:
             Chunk.of(self.config).end_step(self)
+            if options_of(self.config).announce:
+                Chunk.of(self.config).announce()
         self.trained |= self.training and torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
 

@@ -34,6 +34,7 @@ class LumenOptions:
             `te` where installed, then `lumen` on a GPU, and `megatron` on a CPU where that can.
         param_gather: gather parameters in low precision under the distributed optimizer.
         fuse_main_grad: add weight gradients into `main_grad` inside backward, without a gradient of their own.
+        announce: rank 0 prints what its layers compute in when the first one runs; for scripts that print nothing.
     """
 
     quant: QuantConfig = field(default_factory=lambda: QuantConfig.from_recipe("bf16"))
@@ -41,6 +42,7 @@ class LumenOptions:
     attention_backend: str = "auto"
     param_gather: bool = False
     fuse_main_grad: bool = False
+    announce: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("attention", ATTENTIONS), ("attention_backend", BACKENDS)):

@@ -24,28 +24,29 @@ def summary(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Summary:
         ValueError: the model has no layer of Lumen's.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    rows: list[Row] = []
-    skipped: list[tuple[str, tuple[int, ...], str]] = []
-    config, device, ours = None, torch.device("cpu"), False
+    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LumenTransformerLayer)]
+    if not layers:
+        raise ValueError("this model has no layer of Lumen's: build it from lumen_megatron.block_spec")
+    found = of_layers(layers)
     for chunk in chunks:
-        for layer in chunk.modules():
-            if not isinstance(layer, LumenTransformerLayer):
-                continue
-            ours = True
-            for name, module in layer.linears():
-                if module.quant_config is None:
-                    skipped.append((name, tuple(module.weight.shape), module.skipped_because))
-                    continue
-                config, device = module.quant_config, module.weight.device
-                rows.append(row_of(name, module.weight, config))
         for name, module in chunk.named_modules():
             stock = isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and not isinstance(
                 module, LumenLinear
             )
             if stock and module.weight is not None:
-                skipped.append((name.removeprefix("module."), tuple(module.weight.shape), "Megatron's own layer"))
-    if not ours:
-        raise ValueError("this model has no layer of Lumen's: build it from lumen_megatron.block_spec")
-    if config is None:
-        config = QuantConfig.from_recipe("bf16")
+                found.skipped.append((name.removeprefix("module."), tuple(module.weight.shape), "Megatron's own layer"))
+    return found
+
+
+def of_layers(layers: Iterable[LumenTransformerLayer]) -> Summary:
+    """The part of a summary that these layers make."""
+    rows: list[Row] = []
+    skipped: list[tuple[str, tuple[int, ...], str]] = []
+    config, device = QuantConfig.from_recipe("bf16"), torch.device("cpu")
+    for name, module in (each for layer in layers for each in layer.linears()):
+        if module.quant_config is None:
+            skipped.append((name, tuple(module.weight.shape), module.skipped_because))
+        else:
+            config, device = module.quant_config, module.weight.device
+            rows.append(row_of(name, module.weight, config))
     return Summary(config, resolve_flavour(config.flavour, device), rows, skipped)

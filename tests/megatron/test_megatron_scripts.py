@@ -123,6 +123,7 @@ def test_unmodified_pretrain_gpt(ranks: int, flags: str) -> None:
     assert done.returncode == 0 and len(losses) == 8, done.stderr[-3000:]
     assert losses[-1] < losses[0] - 1.0
     assert "validation loss at iteration 8" in done.stdout
+    assert "--spec" in flags or "weights quantized with" in done.stdout
 
 
 @needs_checkout
