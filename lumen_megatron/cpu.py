@@ -16,14 +16,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lumen_megatron import cpu_training
+from lumen_megatron.replacements import Replacements
 
 _CPU = torch.device("cpu")
-_undo: list[Callable[[], None]] = []
+_changed = Replacements()
 
 
 def installed() -> bool:
     """True between `install` and `uninstall`."""
-    return bool(_undo)
+    return bool(_changed)
 
 
 def install() -> None:
@@ -32,7 +33,7 @@ def install() -> None:
     Raises:
         RuntimeError: this machine has a GPU.
     """
-    if _undo:
+    if _changed:
         return
     if torch.cuda.is_available():
         raise RuntimeError("lumen_megatron.cpu is for machines without a GPU; this one has one")
@@ -40,29 +41,21 @@ def install() -> None:
     _random_states()
     mode = _OnCpu()
     mode.__enter__()
-    _undo.append(lambda: mode.__exit__(None, None, None))
-    _replace(torch.nn.Module, "cuda", lambda self, device=None: self)
+    _changed.undo_by(lambda: mode.__exit__(None, None, None))
+    _changed.set(torch.nn.Module, "cuda", lambda self, device=None: self)
     for name, value in _CUDA.items():
-        _replace(torch.cuda, name, value)
+        _changed.set(torch.cuda, name, value)
     for name in ("range_push", "range_pop", "mark"):
-        _replace(torch.cuda.nvtx, name, _nothing)
-    cpu_training.replacements(_replace)
+        _changed.set(torch.cuda.nvtx, name, _nothing)
+    cpu_training.install(_changed)
     # Megatron compiles small functions; a compiler does not see through the mode above.
     torch.compiler.set_stance("force_eager")
-    _undo.append(lambda: torch.compiler.set_stance("default"))
+    _changed.undo_by(lambda: torch.compiler.set_stance("default"))
 
 
 def uninstall() -> None:
     """Give torch back its own functions."""
-    while _undo:
-        _undo.pop()()
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    missing = object()
-    before = getattr(owner, name, missing)
-    setattr(owner, name, value)
-    _undo.append(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
+    _changed.take_back()
 
 
 class _OnCpu(TorchFunctionMode):
@@ -185,9 +178,9 @@ def _one_collective_at_a_time() -> None:
         finally:
             torch.distributed.all_reduce = all_reduce
 
-    _replace(param_and_grad_buffer, "_coalescing_manager", apart)
+    _changed.set(param_and_grad_buffer, "_coalescing_manager", apart)
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        _replace(param_and_grad_buffer, name, waited_for(getattr(param_and_grad_buffer, name)))
+        _changed.set(param_and_grad_buffer, name, waited_for(getattr(param_and_grad_buffer, name)))
 
 
 class _Done:
@@ -206,10 +199,10 @@ def _random_states() -> None:
     def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
-    _replace(random, "_get_cuda_rng_state", state)
-    _replace(random, "_set_cuda_rng_state", set_state)
+    _changed.set(random, "_get_cuda_rng_state", state)
+    _changed.set(random, "_set_cuda_rng_state", set_state)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
-    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
+    _changed.set(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)

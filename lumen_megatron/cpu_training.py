@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-Replace = Callable[[Any, str, Any], None]
+from lumen_megatron.replacements import Replacements
 
 
-def replacements(replace: Replace) -> None:
-    """Change what stands in the way, by `replace(owner, name, value)`; nothing where `megatron.training` is missing."""
+def install(changed: Replacements) -> None:
+    """Change what stands in the way; nothing where `megatron.training` is missing."""
     try:
         initialize = importlib.import_module("megatron.training.initialize")
         training = importlib.import_module("megatron.training.training")
@@ -25,24 +24,24 @@ def replacements(replace: Replace) -> None:
     start = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
     for module in (initialize, training):
         if hasattr(module, "initialize_megatron"):
-            replace(module, "initialize_megatron", start)
+            changed.set(module, "initialize_megatron", start)
     if hasattr(initialize, "fused_kernels"):
         # Would run nvcc; the flags that ask for what it builds are off on a CPU.
-        replace(initialize.fused_kernels, "load", lambda args: None)
-    _barriers(replace)
-    _dataset_helpers(replace)
+        changed.set(initialize.fused_kernels, "load", lambda args: None)
+    _barriers(changed)
+    _dataset_helpers(changed)
 
 
-def _barriers(replace: Replace) -> None:
+def _barriers(changed: Replacements) -> None:
     barrier = torch.distributed.barrier
 
     def without_devices(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         return barrier(group=group, async_op=async_op)
 
-    replace(torch.distributed, "barrier", without_devices)
+    changed.set(torch.distributed, "barrier", without_devices)
 
 
-def _dataset_helpers(replace: Replace) -> None:
+def _dataset_helpers(changed: Replacements) -> None:
     """Megatron builds its C++ helpers by `make` at each start; where they are there, that is left out."""
     utils = importlib.import_module("megatron.core.datasets.utils")
     build = utils.compile_helpers
@@ -53,4 +52,4 @@ def _dataset_helpers(replace: Replace) -> None:
         except ImportError:
             build()
 
-    replace(utils, "compile_helpers", unless_built)
+    changed.set(utils, "compile_helpers", unless_built)

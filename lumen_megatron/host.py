@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from lumen_megatron.arguments import IMPLEMENTATION, add_arguments, check, is_chosen
 from lumen_megatron.norm import LumenNorm
+from lumen_megatron.replacements import Replacements
 from lumen_megatron.spec import lumen_modules
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
@@ -32,12 +33,12 @@ _BUILDERS = (
     "get_gpt_decoder_block_spec",
     "get_gpt_mtp_block_spec",
 )
-_undo: list[Callable[[], None]] = []
+_changed = Replacements()
 
 
 def install() -> None:
     """Make `--transformer-impl lumen` known to Megatron in this process; twice is once."""
-    if _undo:
+    if _changed:
         return
     _widen_choice()
     _add_flags()
@@ -48,14 +49,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Give Megatron back what `install` changed."""
-    while _undo:
-        _undo.pop()()
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    _undo.append(lambda: setattr(owner, name, before))
+    _changed.take_back()
 
 
 def _replace_everywhere(module: types.ModuleType, name: str, value: Any) -> None:
@@ -63,14 +57,14 @@ def _replace_everywhere(module: types.ModuleType, name: str, value: Any) -> None
     before = getattr(module, name)
     for other in list(sys.modules.values()):
         if isinstance(other, types.ModuleType) and other.__dict__.get(name) is before:
-            _replace(other, name, value)
+            _changed.set(other, name, value)
 
 
 def _widen_choice() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     field = TransformerConfig.__dataclass_fields__["transformer_impl"]
-    _replace(field, "type", Literal[(*get_args(field.type), IMPLEMENTATION)])
+    _changed.set(field, "type", Literal[(*get_args(field.type), IMPLEMENTATION)])
 
 
 def _add_flags() -> None:
@@ -132,12 +126,11 @@ def _final_norm() -> None:
         def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
             return (LumenNorm if config.transformer_impl == IMPLEMENTATION else stock)(config, *args, **kwargs)
 
-    _replace(block, "LayerNormImpl", FinalNorm)
+    _changed.set(block, "LayerNormImpl", FinalNorm)
 
 
 def _missing_names() -> None:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     for name in ("te_general_gemm",):
         if not hasattr(moe_utils, name):
-            setattr(moe_utils, name, None)
-            _undo.append(functools.partial(delattr, moe_utils, name))
+            _changed.set(moe_utils, name, None)

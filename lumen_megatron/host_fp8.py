@@ -34,47 +34,41 @@ import torch
 
 from lumen_megatron.param_gather import count_gathered, quantize_shards, to_full_precision
 from lumen_megatron.parameter import QuantizedParameter
+from lumen_megatron.replacements import Replacements
 
-_undo: list[Callable[[], None]] = []
+_changed = Replacements()
 
 
 def install() -> None:
     """Let Megatron gather and save our parameters, in this process; twice is once."""
-    if _undo:
+    if _changed:
         return
     from megatron.core import fp8_utils
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     theirs = fp8_utils.FP8_TENSOR_CLASS
-    _replace(fp8_utils, "FP8_TENSOR_CLASS", QuantizedParameter if theirs is None else (theirs, QuantizedParameter))
-    _replace(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
+    _changed.set(fp8_utils, "FP8_TENSOR_CLASS", QuantizedParameter if theirs is None else (theirs, QuantizedParameter))
+    _changed.set(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
     for name, wrap in (
         ("_modify_underlying_storage_impl", _modify_storage),
         ("_quantize_param_shard_impl", _quantize),
         ("te_post_all_gather_processing", _gathered),
         ("is_te_min_version", _no_te_is_old),
     ):
-        _replace(fp8_utils, name, wrap(getattr(fp8_utils, name)))
-    _replace(serialization, "save_preprocess", _save_preprocess(serialization.save_preprocess))
+        _changed.set(fp8_utils, name, wrap(getattr(fp8_utils, name)))
+    _changed.set(serialization, "save_preprocess", _save_preprocess(serialization.save_preprocess))
     for name, wrap in (
         ("_copy_main_params_to_model_params", _with_cast),
         ("_set_main_param_and_optimizer_states", _with_step),
         ("state_dict", _with_state),
     ):
-        _replace(DistributedOptimizer, name, wrap(getattr(DistributedOptimizer, name)))
+        _changed.set(DistributedOptimizer, name, wrap(getattr(DistributedOptimizer, name)))
 
 
 def uninstall() -> None:
     """Give Megatron back its own; no quantized parameter may be in use any more."""
-    while _undo:
-        _undo.pop()()
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    _undo.append(lambda: setattr(owner, name, before))
+    _changed.take_back()
 
 
 def _modify_storage(theirs: Callable[..., None]) -> Callable[..., None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpt import some
 
 RECIPES = ("tensorwise", "delayed", "hybrid", "rowwise", "blockwise", "mxfp8", "mxfp8-32x32", "mxfp4")
 TOKENS, BATCH, IN, OUT = 32, 2, 512, 512
@@ -69,9 +70,10 @@ def _whole(answers: list[list[torch.Tensor]], kind: str, sp: bool) -> list[torch
     return [cat(0, 0 if sp else None), cat(1, 2), cat(2, 1), cat(3, None)]
 
 
-@pytest.mark.parametrize("size,sp", [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize("size_sp", some([(2, True)], [(2, False), (4, True)]))
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_a_cut_layer_computes_what_the_whole_one_does(ranks, kind: str, size: int, sp: bool) -> None:
+def test_a_cut_layer_computes_what_the_whole_one_does(ranks, kind: str, size_sp: tuple[int, bool]) -> None:
+    size, sp = size_sp
     for recipe in RECIPES:
         # The third step of delayed scaling scales by history alone.
         steps = 3 if recipe in ("delayed", "hybrid") else 1

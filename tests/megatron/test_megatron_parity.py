@@ -64,8 +64,17 @@ def _check(ranks, alone, size: int, layout: Layout, recipe: str) -> None:
     assert loss < 1e-12 and gradient < 1e-12, f"loss differs by {loss:.1e}, a gradient by {gradient:.1e}"
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "mxfp4"])
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout,recipe",
+    [
+        (Layout(tp=2, sp=True), "delayed"),
+        (Layout(tp=2, sp=True), "mxfp4"),
+        (Layout(pp=2), "delayed"),
+        (Layout(cp=2), "tensorwise"),
+        (Layout(cp=2), "mxfp8"),
+    ],
+    ids=str,
+)
 def test_some_of_two_ranks(ranks, alone, layout: Layout, recipe: str) -> None:
     _check(ranks, alone, 2, layout, recipe)
 
@@ -94,7 +103,7 @@ def _in_fp32(rank: int, size: int, layout: Layout, recipe: str, overrides: dict 
     return losses, {name: gradient for name, (gradient, _, _) in pieces(model).items()}
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", some([Layout(tp=2)], [Layout(), Layout(pp=2)]), ids=str)
 def test_recipe_bf16_is_megatrons_local_spec_bit_for_bit(ranks, layout: Layout) -> None:
     size = layout.tp * layout.pp
     want, got = (ranks(size).run(_in_fp32, layout, recipe, seconds=60.0) for recipe in ("local", "bf16"))
@@ -103,7 +112,7 @@ def test_recipe_bf16_is_megatrons_local_spec_bit_for_bit(ranks, layout: Layout) 
         assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("recipe", some(["bf16"], ["mxfp8"]))
 def test_sequence_parallelism_changes_nothing(ranks, recipe: str) -> None:
     off, on = (ranks(2).run(_in_fp32, Layout(tp=2, sp=sp), recipe, seconds=60.0) for sp in (False, True))
     for (losses, gradients), (expected, wanted) in zip(on, off):
@@ -114,7 +123,7 @@ def test_sequence_parallelism_changes_nothing(ranks, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", some(["full"], ["selective"]))
-@pytest.mark.parametrize("recipe", some(["delayed", "mxfp4"], ["mxfp8"]))
+@pytest.mark.parametrize("recipe", some(["mxfp4"], ["delayed", "mxfp8"]))
 def test_recomputed_activations_are_the_same_bits(ranks, recipe: str, granularity: str) -> None:
     how = {"recompute_granularity": granularity}
     if granularity == "full":
