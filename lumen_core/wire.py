@@ -130,7 +130,7 @@ class WireFormat:
             rounding=self.rounding,
             margin=self.margin,
             pow2=self.pow2,
-            amax=amax,
+            amax=amax if self.per_tensor else None,
         )
 
     # --- receiving ----------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_console_scripts_resolve(wheel: Path) -> None:
         name = next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
         lines = archive.read(name).decode().splitlines()
     scripts = dict(line.split(" = ") for line in lines if " = " in line)
-    assert set(scripts) == {"lumen-train", "lumen-bench", "lumen-doctor", "lumen-export"}
+    assert set(scripts) == {"lumen-train", "lumen-bench", "lumen-doctor", "lumen-export", "lumen-megatron"}
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
