@@ -22,6 +22,9 @@ _ONLY_TRANSFORMER_ENGINE = {
     "cpu_offloading": (None, False),
     "use_kitchen": (None, False),
 }
+# Models whose specs Megatron builds elsewhere: not one layer of theirs would be Lumen's.
+_OTHER_MODELS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
+                 "experimental_attention_variant", "hybrid_override_pattern")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -49,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def is_chosen(args: argparse.Namespace) -> bool:
-    """Whether the arguments ask for `--transformer-impl lumen`."""
-    return getattr(args, "transformer_impl", None) == IMPLEMENTATION
+    """Whether the arguments ask for `--transformer-impl lumen`, or for its spec by `--spec`."""
+    spec = getattr(args, "spec", None) or [""]
+    return getattr(args, "transformer_impl", None) == IMPLEMENTATION or spec[0].startswith("lumen_megatron")
 
 
 def options_from_args(args: argparse.Namespace) -> LumenOptions:
@@ -109,6 +113,12 @@ def _check_features(args: argparse.Namespace) -> None:
         flag = {"fp4": "--fp4-format"}.get(name, "--" + name.replace("_", "-"))
         hint = "; Lumen's 4-bit recipe is --lumen-recipe mxfp4" if name == "fp4" else ""
         raise ValueError(f"{flag} {value} with --transformer-impl lumen: only TransformerEngine does that{hint}")
+    for name in _OTHER_MODELS:
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {getattr(args, name)} with --transformer-impl lumen: no layer of it would be Lumen's"
+            )
 
 
 def check(args: argparse.Namespace) -> None:

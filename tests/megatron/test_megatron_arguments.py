@@ -30,6 +30,8 @@ def _parse(*words: str) -> argparse.Namespace:
     parser.add_argument("--attention-dropout", type=float, default=0.1)
     parser.add_argument("--use-distributed-optimizer", action="store_true")
     parser.add_argument("--tp-comm-overlap", action="store_true")
+    parser.add_argument("--spec", nargs="*", default=None)
+    parser.add_argument("--experimental-attention-variant", default=None)
     args = add_arguments(parser).parse_args([w for word in words for w in word.split()])
     check(args)
     return args
@@ -69,6 +71,11 @@ def test_recipes(flags: str, recipe: str) -> None:
     assert args.fp8 is None, "Megatron's own FP8 code must stay out"
 
 
+def test_the_spec_takes_the_flags_too() -> None:
+    args = _parse("--spec lumen_megatron.spec lumen_block_spec --lumen-recipe mxfp8")
+    assert args.lumen_options.quant == QuantConfig.parse("mxfp8")
+
+
 def test_other_options() -> None:
     args = _parse(
         LUMEN, "--lumen-recipe mxfp8 --lumen-attention fp8 --attention-dropout 0 --lumen-attention-backend lumen",
@@ -92,6 +99,7 @@ def test_other_options() -> None:
         (f"{LUMEN} --lumen-recipe mxfp8 --lumen-param-gather", ["--use-distributed-optimizer"]),
         (f"{LUMEN} --lumen-param-gather --use-distributed-optimizer", ["param_gather", "bf16"]),
         (f"{LUMEN} --lumen-recipe mxfp8 --lumen-margin 3", ["margin", "delayed"]),
+        (f"{LUMEN} --experimental-attention-variant dsa", ["--experimental-attention-variant dsa", "no layer"]),
     ],
 )
 def test_contradictions_are_named(flags: str, words: list[str]) -> None:
